@@ -1,0 +1,50 @@
+//! The command `kodkod`: one module a subcommand, each with its `Args` and its `run`.
+//!
+//! Exit status: 0 when all went well, 1 when a check missed, 2 for bad input or a failure.
+
+mod bench;
+mod check;
+mod doctor;
+mod options;
+mod replay;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// A deterministic, fused mixture-of-experts training layer with expert parallelism.
+#[derive(Parser)]
+#[command(name = "kodkod", version, about, propagate_version = true, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a byte-level MoE transformer on a text, and compare it with byte n-gram models
+    Train(train::Args),
+    /// Time the layer's forward and backward over shapes, tokens and ranks, beside the dense GEMM rate
+    Bench(bench::Args),
+    /// Hold the layer against an f64 reference and against its contract of bits
+    Check(check::Args),
+    /// Run one MoE step from a safetensors file, forward and, where `dy` is given, backward
+    Replay(replay::Args),
+    /// Say what this machine offers and what kodkod will use
+    Doctor(doctor::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Train(args) => train::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Check(args) => check::run(args),
+        Command::Replay(args) => replay::run(args),
+        Command::Doctor(args) => doctor::run(args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::from(2)
+    })
+}

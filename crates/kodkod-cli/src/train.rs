@@ -1,0 +1,12 @@
+//! `kodkod train`.
+
+use std::process::ExitCode;
+
+/// Options of `kodkod train`.
+#[derive(Debug, clap::Args)]
+pub struct Args {}
+
+/// Runs it.
+pub fn run(_args: Args) -> anyhow::Result<ExitCode> {
+    anyhow::bail!("not built yet")
+}
