@@ -348,18 +348,14 @@ struct Activated {
 fn activate(activation: Activation, g: f64, u: f64) -> Activated {
     let limit = activation.limit().map_or(f64::INFINITY, f64::from);
     let (alpha, offset) = (f64::from(activation.alpha()), f64::from(activation.up_offset()));
-    let (g_free, u_free) = (!(g > limit), !(u.abs() > limit));
-    let g = if g_free { g } else { limit };
-    let u = if u_free { u } else { limit.copysign(u) };
+    let (g_clamped, u_clamped) = (g > limit, u.abs() > limit);
+    let g = if g_clamped { limit } else { g };
+    let u = if u_clamped { limit.copysign(u) } else { u };
     let s = sigmoid(alpha * g);
     Activated {
         h: (u + offset) * g * s,
-        dg: if g_free {
-            (u + offset) * s * (1.0 + alpha * g * (1.0 - s))
-        } else {
-            0.0
-        },
-        du: if u_free { g * s } else { 0.0 },
+        dg: if g_clamped { 0.0 } else { (u + offset) * s * (1.0 + alpha * g * (1.0 - s)) },
+        du: if u_clamped { 0.0 } else { g * s },
     }
 }
 
