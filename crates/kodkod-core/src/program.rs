@@ -340,6 +340,11 @@ impl Program {
         }
     }
 
+    /// Forward or backward.
+    pub fn pass(&self) -> Pass {
+        self.pass
+    }
+
     /// Rows of the slots that keep `x`, `g`, `u`: saved minibatches, then the ring.
     pub fn kept_slot_rows(&self) -> usize {
         let slots = (self.saved + self.ring).min(self.minibatches);

@@ -6,12 +6,23 @@ use crate::error::{Error, Result};
 use crate::shape::Shape;
 
 /// The router's choice for all tokens of all ranks, checked: ids are -1 or experts, lengths agree.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Routing {
     top_k: usize,
     ids: Vec<i32>,
     weights: Vec<f32>,
     first_token: Vec<usize>,
+}
+
+/// Weights are equal where their bits are, so that a NaN equals itself.
+impl PartialEq for Routing {
+    fn eq(&self, other: &Self) -> bool {
+        let bits = |r: &Routing| r.weights.iter().map(|w| w.to_bits()).collect::<Vec<_>>();
+        self.top_k == other.top_k
+            && self.first_token == other.first_token
+            && self.ids == other.ids
+            && bits(self) == bits(other)
+    }
 }
 
 impl Routing {

@@ -1,63 +1,78 @@
 //! The ranks that share the experts of a layer, and the machine that they run on.
 
-use std::time::Duration;
+use std::sync::Arc;
 
 use kodkod_core::Result;
-use kodkod_cpu::gemm::Isa;
+use kodkod_cpu::{CpuGroup, CpuOptions};
 
-/// How a CPU group runs.
-#[derive(Debug, Clone)]
-pub struct CpuOptions {
-    /// Virtual ranks.
-    pub ranks: usize,
-    /// Worker threads, any number; 0 means one a core.
-    pub threads: usize,
-    /// Instruction set of the GEMMs; `None` means the best there is. It changes no bit.
-    pub isa: Option<Isa>,
-    /// How long a task may wait before the pass is given up.
-    pub wait_limit: Duration,
-}
+use crate::Isa;
 
-impl Default for CpuOptions {
-    fn default() -> Self {
-        CpuOptions { ranks: 1, threads: 0, isa: None, wait_limit: Duration::from_secs(60) }
-    }
-}
-
-/// The ranks that share the experts of a layer.
-#[derive(Debug, Clone)]
+/// The ranks that share the experts of a layer. Cheap to clone: clones are the same group. Layers of a group share
+/// its threads and memory; one pass runs at a time.
+///
+/// ```
+/// use kodkod::{CpuOptions, ExpertGroup};
+///
+/// let group = ExpertGroup::cpu(4)?; // four virtual ranks on all cores
+/// assert_eq!(group.ranks(), 4);
+/// let one_thread = ExpertGroup::cpu_with(CpuOptions { ranks: 2, threads: 1, ..CpuOptions::default() })?;
+/// assert_eq!(one_thread.threads(), 1);
+/// # Ok::<(), kodkod::Error>(())
+/// ```
+#[derive(Clone)]
 pub struct ExpertGroup {
-    options: CpuOptions,
+    machine: Arc<CpuGroup>,
 }
 
 impl ExpertGroup {
     /// `ranks` virtual ranks in this process, on all cores.
+    ///
+    /// # Errors
+    /// [`kodkod_core::Error::Invalid`] for 0 ranks or too many.
     pub fn cpu(ranks: usize) -> Result<Self> {
         Self::cpu_with(CpuOptions { ranks, ..CpuOptions::default() })
     }
 
     /// The same with options.
+    ///
+    /// # Errors
+    /// [`kodkod_core::Error::Invalid`] for an option that is out of range, or an instruction set this CPU lacks.
     pub fn cpu_with(options: CpuOptions) -> Result<Self> {
-        Ok(ExpertGroup { options })
+        Ok(ExpertGroup { machine: Arc::new(CpuGroup::new(options)?) })
     }
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.options.ranks
+        self.machine.options().ranks
     }
 
     /// Worker threads.
     pub fn threads(&self) -> usize {
-        self.options.threads
+        self.machine.threads()
     }
 
     /// The instruction set in use.
     pub fn isa(&self) -> Isa {
-        Isa::best()
+        self.machine.isa()
     }
 
-    /// Bytes of symmetric memory held now by the group and contexts, and the most there ever was.
+    /// Bytes of symmetric memory that the group and its contexts hold now, and the most they ever held.
     pub fn memory(&self) -> (usize, usize) {
-        (0, 0)
+        self.machine.memory()
+    }
+
+    /// Gives memory that waits for reuse back to the system.
+    pub fn trim(&self) {
+        self.machine.trim();
+    }
+
+    pub(crate) fn machine(&self) -> &Arc<CpuGroup> {
+        &self.machine
+    }
+}
+
+impl std::fmt::Debug for ExpertGroup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ExpertGroup").field("cpu", self.machine.options()).finish_non_exhaustive()
     }
 }

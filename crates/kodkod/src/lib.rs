@@ -3,8 +3,9 @@
 mod group;
 mod layer;
 
-pub use group::{CpuOptions, ExpertGroup};
+pub use group::ExpertGroup;
 pub use half::bf16;
 pub use kodkod_core::*;
-pub use kodkod_cpu::gemm::Isa;
+pub use kodkod_cpu::gemm::{self, Isa};
+pub use kodkod_cpu::{CpuOptions, Element, StallHook};
 pub use layer::{Context, MoeLayer};

@@ -1,0 +1,9 @@
+//! The order in which tasks run: counters, claims, waits and arrivals. It knows nothing of rows or GEMMs.
+
+mod engine;
+#[cfg(test)]
+mod model;
+mod sync;
+
+pub(crate) use engine::Engine;
+pub use engine::StallHook;
