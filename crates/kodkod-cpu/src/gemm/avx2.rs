@@ -9,7 +9,7 @@ use std::arch::asm;
 use std::marker::PhantomData;
 
 use super::driver::{KC, Kernel, Order, PREFETCH_ROWS, Tile};
-use super::pack::{Slots, portable};
+use super::pack::{Slots, portable, portable_panels};
 
 const MR: usize = 6;
 const NR: usize = 16;
@@ -141,7 +141,7 @@ impl<S: Slots> Kernel for Fma<S> {
 
     unsafe fn pack_b_cols(b: *const S::Elem, ldb: usize, n: usize, k: usize, dst: *mut u32) {
         // SAFETY: the caller's contract. Columns past n hold old slots; their results are dropped.
-        unsafe { portable::<S>(b, 1, ldb, n, k, dst, NR, 1) }
+        unsafe { portable_panels::<S>(b, ldb, n, k, dst, NR, KC * NR) }
     }
 
     unsafe fn tile(t: &Tile) {

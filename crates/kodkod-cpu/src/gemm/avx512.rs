@@ -71,11 +71,11 @@ macro_rules! tile {
                     "cmovb {tmp}, {steps}",
                     "sub {steps}, {tmp}",
                     "mov {pf}, {pf_base}",
-                    "4:",
+                    // Steps by twos, after an odd one.
+                    "test {tmp:e}, 1",
+                    "jz 4f",
                     "vmovups zmm28, [{b}]",
                     "vmovups zmm29, [{b} + 64]",
-                    "prefetcht1 [{pf}]",
-                    "add {pf}, {pf_stride}",
                     $(
                         concat!("vbroadcastss zmm30, [{a} + {row} * ", $r, "]"),
                         concat!($op, " zmm", $lo, ", zmm28, zmm30"),
@@ -84,7 +84,30 @@ macro_rules! tile {
                     "add {a}, {slot}",
                     "add {b}, 128",
                     "dec {tmp}",
+                    "jz 7f",
+                    "4:",
+                    "vmovups zmm28, [{b}]",
+                    "vmovups zmm29, [{b} + 64]",
+                    "prefetcht1 [{pf}]",
+                    $(
+                        concat!("vbroadcastss zmm30, [{a} + {row} * ", $r, "]"),
+                        concat!($op, " zmm", $lo, ", zmm28, zmm30"),
+                        concat!($op, " zmm", $hi, ", zmm29, zmm30"),
+                    )+
+                    "vmovups zmm28, [{b} + 128]",
+                    "vmovups zmm29, [{b} + 192]",
+                    "prefetcht1 [{pf} + {pf_stride}]",
+                    $(
+                        concat!("vbroadcastss zmm30, [{a} + {row} * ", $r, " + {slot}]"),
+                        concat!($op, " zmm", $lo, ", zmm28, zmm30"),
+                        concat!($op, " zmm", $hi, ", zmm29, zmm30"),
+                    )+
+                    "lea {pf}, [{pf} + 2 * {pf_stride}]",
+                    "add {a}, 2 * {slot}",
+                    "add {b}, 256",
+                    "sub {tmp}, 2",
                     "jnz 4b",
+                    "7:",
                     "add {pf_base}, {pf_next}",
                     "test {steps}, {steps}",
                     "jnz 3b",
@@ -379,7 +402,7 @@ unsafe fn transpose(src: *const u8, step: usize) -> [__m512i; 16] {
     out
 }
 
-/// Packs `HALVES * 16` column-major vectors of `k` elements, `width` of which exist, to steps `HALVES * 16` slots apart.
+/// Packs `[width, k]` of a column-major operand to panels of HALVES x 16 columns, KC steps apart.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 unsafe fn pack_cols<S: Packing, const HALVES: usize>(
     src: *const S::Elem,
@@ -389,14 +412,17 @@ unsafe fn pack_cols<S: Packing, const HALVES: usize>(
     dst: *mut u32,
 ) {
     for s in 0..S::count(k) {
-        for half in 0..HALVES {
-            let first = half * LANES;
-            let here = width.saturating_sub(first).min(LANES);
-            let mask = ((1u32 << here) - 1) as __mmask16;
-            // SAFETY: the mask covers existing vectors only.
-            unsafe {
-                let slots = S::column(src.wrapping_add(first), ld, k, s, mask);
-                _mm512_storeu_si512(dst.add((s * HALVES + half) * LANES).cast(), slots);
+        for panel in 0..width.div_ceil(HALVES * LANES) {
+            for half in 0..HALVES {
+                let first = (panel * HALVES + half) * LANES;
+                let here = width.saturating_sub(first).min(LANES);
+                let mask = ((1u32 << here) - 1) as __mmask16;
+                // SAFETY: the mask covers existing columns only.
+                unsafe {
+                    let slots = S::column(src.wrapping_add(first), ld, k, s, mask);
+                    let at = (panel * KC + s) * HALVES + half;
+                    _mm512_storeu_si512(dst.add(at * LANES).cast(), slots);
+                }
             }
         }
     }

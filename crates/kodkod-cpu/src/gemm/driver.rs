@@ -2,8 +2,9 @@
 //!
 //! ```text
 //! for MC rows of C, for KC of k:  pack A                       (L2)
-//!     for NR columns of C:        pack B                       (L1), prefetching the B of the next NR columns
-//!         for MR rows of C:       a register tile C[MR, NR] over KC steps
+//!     for NC or NR columns of C:  pack B                       (L2 or L1)
+//!         for NR columns of C, for MR rows of C:
+//!             a register tile C[MR, NR] over KC steps, which prefetches the B to be packed next
 //! ```
 //!
 //! Between k blocks the chains rest in C as f32, so the edges of blocks change no bits.
@@ -14,6 +15,9 @@ use super::pack::Slots;
 pub(super) const KC: usize = 256;
 /// Rows of A in one block. The packed block, MC x KC slots, stays in L2.
 const MC: usize = 256;
+/// Columns of a column-major B that are packed together: long enough runs of each of its rows in memory. A row-major B is
+/// packed panel by panel, into L1.
+const NC: usize = 256;
 /// Steps of a micro-kernel between two changes of the prefetched line (see [`Prefetch`]).
 pub(super) const PREFETCH_ROWS: usize = 32;
 
@@ -97,7 +101,7 @@ pub(super) trait Kernel {
     /// # Safety
     /// As `pack_a_rows`.
     unsafe fn pack_b_rows(b: *const Elem<Self>, ldb: usize, n: usize, k: usize, dst: *mut u32);
-    /// Packs `[n, k]` of column-major B, likewise.
+    /// Packs `[n, k]` of column-major B, any n: panels of NR columns, each like that, KC x NR slots apart.
     ///
     /// # Safety
     /// As `pack_a_rows`.
@@ -177,13 +181,17 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
     let size = size_of::<Elem<K>>();
     // Elements of k in one block: an even number, so that pairs stay whole.
     let kc_max = 2 * KC / K::Slots::count(2);
+    let nc_max = match b_order {
+        Order::RowMajor => K::NR,
+        Order::ColMajor => NC.next_multiple_of(K::NR),
+    };
     let groups_max = MC.min(m).div_ceil(K::MR);
     let a_slots = match a_order {
         Order::RowMajor => MC.min(m) * KC,
         Order::ColMajor => groups_max * KC * K::A_WIDTH,
     };
     let pa = reserve(&mut scratch.a, a_slots);
-    let pb = reserve(&mut scratch.b, KC * K::NR);
+    let pb = reserve(&mut scratch.b, KC * nc_max);
     // A weight gradient is written once and read much later: past the caches, its lines need not be fetched first.
     let stream = K::STREAMS
         && a_order == Order::ColMajor
@@ -223,45 +231,45 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
                     }
                 }
             }
-            for n0 in (0..n).step_by(K::NR) {
-                let cols = K::NR.min(n - n0);
-                let next = if n0 + K::NR < n {
-                    (n0 + K::NR, k0)
-                } else {
-                    (0, k0 + kc)
-                };
-                let prefetch = Prefetch {
-                    base: b
-                        .cast::<u8>()
-                        .wrapping_add(at(b_order, ldb, next.0, next.1) * size),
-                    stride: pf_stride,
-                    next: pf_next,
-                };
-                // SAFETY: the panel lies inside [n, k] of B, its room is KC x NR slots; the tiles lie inside C.
+            for n0 in (0..n).step_by(nc_max) {
+                let nc = nc_max.min(n - n0);
+                // SAFETY: the block lies inside [n, k] of B and is packed into room for nc_max columns.
                 unsafe {
                     let src = b.add(at(b_order, ldb, n0, k0));
                     match b_order {
-                        Order::RowMajor => K::pack_b_rows(src, ldb, cols, kc, pb),
-                        Order::ColMajor => K::pack_b_cols(src, ldb, cols, kc, pb),
+                        Order::RowMajor => K::pack_b_rows(src, ldb, nc, kc, pb),
+                        Order::ColMajor => K::pack_b_cols(src, ldb, nc, kc, pb),
                     }
+                }
+                let next = if n0 + nc_max < n { (n0 + nc_max, k0) } else { (0, k0 + kc) };
+                for j in (0..nc).step_by(K::NR) {
+                    let cols = K::NR.min(nc - j);
+                    let prefetch = Prefetch {
+                        base: b.cast::<u8>().wrapping_add(at(b_order, ldb, next.0 + j, next.1) * size),
+                        stride: pf_stride,
+                        next: pf_next,
+                    };
                     for g in 0..groups {
                         let rows = group(g);
-                        K::tile(&Tile {
-                            a: match a_order {
-                                Order::RowMajor => pa.add(rows.start * KC),
-                                Order::ColMajor => pa.add(g * KC * K::A_WIDTH),
-                            },
-                            a_order,
-                            b: pb,
-                            steps: K::Slots::count(kc),
-                            c: c.add((m0 + rows.start) * ldc + n0),
-                            ldc,
-                            rows: rows.len(),
-                            cols,
-                            accumulate: accumulate || k0 > 0,
-                            stream: stream && cols == K::NR,
-                            prefetch,
-                        });
+                        // SAFETY: the packed operands hold group g and panel j; the tile lies inside C.
+                        unsafe {
+                            K::tile(&Tile {
+                                a: match a_order {
+                                    Order::RowMajor => pa.add(rows.start * KC),
+                                    Order::ColMajor => pa.add(g * KC * K::A_WIDTH),
+                                },
+                                a_order,
+                                b: pb.add(j * KC),
+                                steps: K::Slots::count(kc),
+                                c: c.add((m0 + rows.start) * ldc + n0 + j),
+                                ldc,
+                                rows: rows.len(),
+                                cols,
+                                accumulate: accumulate || k0 > 0,
+                                stream: stream && cols == K::NR,
+                                prefetch,
+                            });
+                        }
                     }
                 }
             }

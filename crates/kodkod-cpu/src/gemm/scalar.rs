@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::driver::{KC, Kernel, Order, Tile};
-use super::pack::{Single, Slots, Split, portable};
+use super::pack::{Single, Slots, Split, portable, portable_panels};
 
 pub(super) struct Scalar<S>(PhantomData<S>);
 
@@ -68,7 +68,7 @@ impl<S: Link> Kernel for Scalar<S> {
 
     unsafe fn pack_b_cols(b: *const S::Elem, ldb: usize, n: usize, k: usize, dst: *mut u32) {
         // SAFETY: the caller's contract. Columns past n are never read.
-        unsafe { portable::<S>(b, 1, ldb, n, k, dst, Self::NR, 1) }
+        unsafe { portable_panels::<S>(b, ldb, n, k, dst, Self::NR, KC * Self::NR) }
     }
 
     unsafe fn tile(t: &Tile) {
