@@ -7,6 +7,7 @@ mod check;
 mod doctor;
 mod options;
 mod replay;
+mod step;
 mod train;
 
 use std::process::ExitCode;
