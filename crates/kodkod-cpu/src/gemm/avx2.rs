@@ -8,7 +8,7 @@
 use std::arch::asm;
 use std::marker::PhantomData;
 
-use super::driver::{KC, Kernel, Order, PREFETCH_ROWS, Tile};
+use super::driver::{KC, Kernel, Order, Tile};
 use super::pack::{Slots, portable, portable_panels};
 
 const MR: usize = 6;
@@ -38,7 +38,7 @@ macro_rules! tile {
                         concat!("vmovups ymm", $hi, ", [{acc} + 64 * ", $r, " + 32]"),
                     )+
                     "3:",
-                    "mov {inner:e}, {run}",
+                    "mov {inner}, {run}",
                     "cmp {steps}, {inner}",
                     "cmovb {inner}, {steps}",
                     "sub {steps}, {inner}",
@@ -47,7 +47,7 @@ macro_rules! tile {
                     "vmovups ymm12, [{b}]",
                     "vmovups ymm13, [{b} + 32]",
                     "prefetcht1 [{pf}]",
-                    "add {pf}, {pf_stride}",
+                    "add {pf}, 32", // half a line a step
                     $(
                         concat!("vbroadcastss ymm14, [{a} + {row} * ", $r, "]"),
                         concat!("vfmadd231ps ymm", $lo, ", ymm12, ymm14"),
@@ -74,11 +74,10 @@ macro_rules! tile {
                     inner = out(reg) _,
                     pf = out(reg) _,
                     pf_base = inout(reg) t.prefetch.base => _,
-                    pf_stride = in(reg) t.prefetch.stride,
+                    run = in(reg) 2 * t.prefetch.run,
                     pf_next = in(reg) t.prefetch.next,
                     row = const ROW,
                     slot = const SLOT,
-                    run = const PREFETCH_ROWS,
                     out("ymm0") _, out("ymm1") _, out("ymm2") _, out("ymm3") _,
                     out("ymm4") _, out("ymm5") _, out("ymm6") _, out("ymm7") _,
                     out("ymm8") _, out("ymm9") _, out("ymm10") _, out("ymm11") _,

@@ -10,7 +10,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::driver::{KC, Kernel, Order, PREFETCH_ROWS, Tile};
+use super::driver::{KC, Kernel, Order, Tile};
 use super::pack::{Pairs, Single, Slots, Split};
 
 const MR: usize = 14;
@@ -64,9 +64,9 @@ macro_rules! tile {
                         concat!("vmovups zmm", $hi, "{{{k1}}}{{z}}, [{tmp} + 64]"),
                         "add {tmp}, {ldc}",
                     )+
-                    // A run of PREFETCH_ROWS steps; its prefetches are {pf_stride} apart.
+                    // A run of prefetches.
                     "3:",
-                    "mov {tmp:e}, {run}",
+                    "mov {tmp}, {run}",
                     "cmp {steps}, {tmp}",
                     "cmovb {tmp}, {steps}",
                     "sub {steps}, {tmp}",
@@ -77,9 +77,14 @@ macro_rules! tile {
                     "vmovups zmm28, [{b}]",
                     "vmovups zmm29, [{b} + 64]",
                     $(
+                        concat!(".if ", $r, " & 1"),
+                        concat!($op, " zmm", $lo, ", zmm28, dword ptr [{a} + {row} * ", $r, "]{{1to16}}"),
+                        concat!($op, " zmm", $hi, ", zmm29, dword ptr [{a} + {row} * ", $r, "]{{1to16}}"),
+                        ".else",
                         concat!("vbroadcastss zmm30, [{a} + {row} * ", $r, "]"),
                         concat!($op, " zmm", $lo, ", zmm28, zmm30"),
                         concat!($op, " zmm", $hi, ", zmm29, zmm30"),
+                        ".endif",
                     )+
                     "add {a}, {slot}",
                     "add {b}, 128",
@@ -90,19 +95,28 @@ macro_rules! tile {
                     "vmovups zmm29, [{b} + 64]",
                     "prefetcht1 [{pf}]",
                     $(
+                        concat!(".if ", $r, " & 1"),
+                        concat!($op, " zmm", $lo, ", zmm28, dword ptr [{a} + {row} * ", $r, "]{{1to16}}"),
+                        concat!($op, " zmm", $hi, ", zmm29, dword ptr [{a} + {row} * ", $r, "]{{1to16}}"),
+                        ".else",
                         concat!("vbroadcastss zmm30, [{a} + {row} * ", $r, "]"),
                         concat!($op, " zmm", $lo, ", zmm28, zmm30"),
                         concat!($op, " zmm", $hi, ", zmm29, zmm30"),
+                        ".endif",
                     )+
                     "vmovups zmm28, [{b} + 128]",
                     "vmovups zmm29, [{b} + 192]",
-                    "prefetcht1 [{pf} + {pf_stride}]",
                     $(
+                        concat!(".if ", $r, " & 1"),
+                        concat!($op, " zmm", $lo, ", zmm28, dword ptr [{a} + {row} * ", $r, " + {slot}]{{1to16}}"),
+                        concat!($op, " zmm", $hi, ", zmm29, dword ptr [{a} + {row} * ", $r, " + {slot}]{{1to16}}"),
+                        ".else",
                         concat!("vbroadcastss zmm30, [{a} + {row} * ", $r, " + {slot}]"),
                         concat!($op, " zmm", $lo, ", zmm28, zmm30"),
                         concat!($op, " zmm", $hi, ", zmm29, zmm30"),
+                        ".endif",
                     )+
-                    "lea {pf}, [{pf} + 2 * {pf_stride}]",
+                    "add {pf}, 64",
                     "add {a}, 2 * {slot}",
                     "add {b}, 256",
                     "sub {tmp}, 2",
@@ -137,13 +151,12 @@ macro_rules! tile {
                     tmp = out(reg) _,
                     pf = out(reg) _,
                     pf_base = inout(reg) t.prefetch.base => _,
-                    pf_stride = in(reg) t.prefetch.stride,
+                    run = in(reg) 2 * t.prefetch.run,
                     pf_next = in(reg) t.prefetch.next,
                     k0 = in(kreg) lanes as u16,
                     k1 = in(kreg) (lanes >> 16) as u16,
                     row = const ROW,
                     slot = const SLOT,
-                    run = const PREFETCH_ROWS,
                     out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _,
                     out("zmm4") _, out("zmm5") _, out("zmm6") _, out("zmm7") _,
                     out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,

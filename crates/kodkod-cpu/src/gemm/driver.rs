@@ -18,8 +18,6 @@ const MC: usize = 256;
 /// Columns of a column-major B that are packed together: long enough runs of each of its rows in memory. A row-major B is
 /// packed panel by panel, into L1.
 const NC: usize = 256;
-/// Steps of a micro-kernel between two changes of the prefetched line (see [`Prefetch`]).
-pub(super) const PREFETCH_ROWS: usize = 32;
 
 /// How an operand `[outer, k]` lies in memory, outer being m or n.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -46,12 +44,12 @@ pub struct Call<T> {
     pub accumulate: bool,
 }
 
-/// Cache lines that a micro-kernel asks for while it computes, one a step: PREFETCH_ROWS lines `stride` bytes apart,
-/// then as many that start `next` bytes after the first of those, and so on.
+/// Cache lines that a micro-kernel asks for while it computes, one every other step: `run` consecutive lines, then as many
+/// that start `next` bytes after the first of those, and so on. Whole runs keep the lines of a page together.
 #[derive(Clone, Copy)]
 pub(super) struct Prefetch {
     pub base: *const u8,
-    pub stride: usize,
+    pub run: usize,
     pub next: usize,
 }
 
@@ -205,11 +203,6 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
         Order::RowMajor => i * ld + k,
         Order::ColMajor => k * ld + i,
     };
-    let (pf_stride, pf_next) = match b_order {
-        Order::RowMajor => (ldb * size, 64),
-        Order::ColMajor => (ldb * size, PREFETCH_ROWS * ldb * size),
-    };
-
     for m0 in (0..m).step_by(MC) {
         let mc = MC.min(m - m0);
         let groups = mc.div_ceil(K::MR);
@@ -241,14 +234,34 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
                         Order::ColMajor => K::pack_b_cols(src, ldb, nc, kc, pb),
                     }
                 }
-                let next = if n0 + nc_max < n { (n0 + nc_max, k0) } else { (0, k0 + kc) };
+                // The block to be packed next, cut into runs of lines that the tiles share out. It has this one's size,
+                // or is a bit smaller.
+                let (next_n, next_k) = if n0 + nc_max < n {
+                    (n0 + nc_max, k0)
+                } else {
+                    (0, k0 + kc)
+                };
+                let (runs, run) = match b_order {
+                    Order::RowMajor => (nc, kc),
+                    Order::ColMajor => (kc, nc),
+                };
+                let tiles = nc.div_ceil(K::NR) * groups;
+                let prefetch = |tile: usize| {
+                    let first = runs * tile / tiles;
+                    let at = at(b_order, ldb, next_n, next_k) + first * ldb;
+                    let (base, next) = if next_k < k {
+                        (b.cast::<u8>().wrapping_add(at * size), ldb * size)
+                    } else {
+                        (pb.cast_const().cast(), 0)
+                    };
+                    Prefetch {
+                        base,
+                        run: (run * size).div_ceil(64),
+                        next,
+                    }
+                };
                 for j in (0..nc).step_by(K::NR) {
                     let cols = K::NR.min(nc - j);
-                    let prefetch = Prefetch {
-                        base: b.cast::<u8>().wrapping_add(at(b_order, ldb, next.0 + j, next.1) * size),
-                        stride: pf_stride,
-                        next: pf_next,
-                    };
                     for g in 0..groups {
                         let rows = group(g);
                         // SAFETY: the packed operands hold group g and panel j; the tile lies inside C.
@@ -267,7 +280,7 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
                                 cols,
                                 accumulate: accumulate || k0 > 0,
                                 stream: stream && cols == K::NR,
-                                prefetch,
+                                prefetch: prefetch(j / K::NR * groups + g),
                             });
                         }
                     }

@@ -132,6 +132,17 @@ pub(super) unsafe fn portable_panels<S: Slots>(
 ) {
     for j in (0..n).step_by(nr) {
         // SAFETY: the caller's contract.
-        unsafe { portable::<S>(src.add(j), 1, ld, nr.min(n - j), k, dst.add(j / nr * panel), nr, 1) }
+        unsafe {
+            portable::<S>(
+                src.add(j),
+                1,
+                ld,
+                nr.min(n - j),
+                k,
+                dst.add(j / nr * panel),
+                nr,
+                1,
+            )
+        }
     }
 }
