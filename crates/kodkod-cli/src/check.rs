@@ -1,12 +1,515 @@
-//! `kodkod check`.
+//! `kodkod check`: the layer against the f64 reference, and against its contract of bits.
+//!
+//! Three kinds of rows:
+//! - an input, run on one rank and on others with hostile knobs: every output within
+//!   `sum |error| <= tolerance * sum |reference|` (0.01 for bf16, 1e-5 for f32), and the same bits from all runs;
+//! - one thing that must change no bit, turned over all of its values on three inputs;
+//! - inputs that must be refused.
 
+mod cases;
+mod contract;
+mod refused;
+
+use std::fmt;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use comfy_table::{Table, presets};
+use indicatif::{ProgressBar, ProgressStyle};
+use kodkod::{CpuOptions, Element, ExpertGroup, Isa, Knobs, Precision, Routing, Shape, bf16};
+use serde_json::json;
+
+use crate::step::{Comparison, Outputs, Step, tolerance};
+use cases::{Also, Case};
 
 /// Options of `kodkod check`.
 #[derive(Debug, clap::Args)]
-pub struct Args {}
+pub(crate) struct Args {
+    /// Random cases [default: 40; 10 with --quick]
+    #[arg(long, value_name = "N")]
+    cases: Option<usize>,
+    /// Seed of the first random case; each next one has the next seed
+    #[arg(long, value_name = "SEED", default_value_t = 1)]
+    seed: u64,
+    /// Smaller and fewer cases: for continuous integration
+    #[arg(long)]
+    quick: bool,
+    /// Also the case with more than 2^31 elements in x, which needs 20 GiB of memory
+    #[arg(long)]
+    large: bool,
+    /// Only rows whose name contains this text
+    #[arg(long, value_name = "TEXT")]
+    filter: Option<String>,
+    /// Print one JSON object a row instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// One line of the result.
+#[derive(Debug)]
+struct Row {
+    name: String,
+    precision: Option<Precision>,
+    /// Passes of the layer.
+    runs: usize,
+    /// The largest error and its output, where a reference was asked.
+    worst: Option<(f64, &'static str)>,
+    /// Runs whose bits were not those of the first.
+    bit_mismatches: usize,
+    misses: Vec<String>,
+    note: Option<&'static str>,
+    time: Duration,
+}
+
+impl Row {
+    fn new(name: &str, precision: Option<Precision>) -> Self {
+        Row {
+            name: name.to_owned(),
+            precision,
+            runs: 0,
+            worst: None,
+            bit_mismatches: 0,
+            misses: Vec::new(),
+            note: None,
+            time: Duration::ZERO,
+        }
+    }
+
+    fn of<T: Element>(name: &str) -> Self {
+        Row::new(name, Some(T::PRECISION))
+    }
+
+    fn passed(&self) -> bool {
+        self.misses.is_empty()
+    }
+
+    fn miss(&mut self, text: impl Into<String>) {
+        self.misses.push(text.into());
+    }
+
+    /// The outputs of a run, or a miss.
+    fn run<T>(&mut self, config: &Config, outputs: kodkod::Result<Outputs<T>>) -> Option<Outputs<T>> {
+        self.runs += 1;
+        outputs
+            .map_err(|error| self.miss(format!("{config}: {error}")))
+            .ok()
+    }
+
+    fn hold_against(&mut self, comparisons: Vec<Comparison>) {
+        for c in comparisons {
+            if self.worst.is_none_or(|(worst, _)| c.error > worst) {
+                self.worst = Some((c.error, c.name));
+            }
+            self.misses.extend(c.miss);
+        }
+    }
+
+    fn same_bits<T: Element>(&mut self, what: &dyn fmt::Display, first: &Outputs<T>, outputs: &Outputs<T>) {
+        if let Some(difference) = outputs.first_difference(first) {
+            self.bit_mismatches += 1;
+            self.miss(format!("{what}: other bits, {difference}"));
+        }
+    }
+}
+
+/// How a step is run. None of it may change a bit.
+#[derive(Debug, Clone)]
+struct Config {
+    tokens_per_rank: Vec<usize>,
+    threads: usize,
+    isa: Option<Isa>,
+    minibatch_rows: Option<usize>,
+    ring_rows: Option<usize>,
+    saved_rows: Option<usize>,
+    comm_sms: (usize, usize),
+}
+
+impl Config {
+    fn split(tokens_per_rank: &[usize]) -> Self {
+        Config {
+            tokens_per_rank: tokens_per_rank.to_vec(),
+            threads: 0,
+            isa: None,
+            minibatch_rows: None,
+            ring_rows: None,
+            saved_rows: None,
+            comm_sms: (1, 1),
+        }
+    }
+
+    fn even(tokens: usize, ranks: usize) -> Self {
+        Self::split(&Routing::even_split(tokens, ranks))
+    }
+
+    fn rows(self, minibatch: usize, ring: usize, saved: usize) -> Self {
+        Config {
+            minibatch_rows: Some(minibatch),
+            ring_rows: Some(ring),
+            saved_rows: Some(saved),
+            ..self
+        }
+    }
+
+    fn threads(self, threads: usize) -> Self {
+        Config { threads, ..self }
+    }
+
+    fn group(&self) -> kodkod::Result<ExpertGroup> {
+        let (ranks, threads, isa) = (self.tokens_per_rank.len(), self.threads, self.isa);
+        ExpertGroup::cpu_with(CpuOptions {
+            ranks,
+            threads,
+            isa,
+            ..CpuOptions::default()
+        })
+    }
+
+    fn knobs(&self, shape: &Shape) -> Knobs {
+        let knobs = Knobs::for_shape(shape).with_rows(self.minibatch_rows, self.ring_rows, self.saved_rows);
+        Knobs {
+            fwd_comm_sms: self.comm_sms.0,
+            bwd_comm_sms: self.comm_sms.1,
+            ..knobs
+        }
+    }
+
+    fn run<T: kodkod::Element>(&self, step: &Step<T>) -> kodkod::Result<Outputs<T>> {
+        step.run(&self.group()?, self.knobs(&step.shape), &self.tokens_per_rank)
+    }
+}
+
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list: Vec<_> = self.tokens_per_rank.iter().map(usize::to_string).collect();
+        write!(f, "--tokens-per-rank {}", list.join(","))?;
+        if self.threads > 0 {
+            write!(f, " --threads {}", self.threads)?;
+        }
+        if let Some(isa) = self.isa {
+            write!(f, " --isa {isa}")?;
+        }
+        let rows = [
+            ("minibatch", self.minibatch_rows),
+            ("ring", self.ring_rows),
+            ("saved", self.saved_rows.filter(|n| *n != Knobs::ALL)),
+        ];
+        for (name, rows) in rows {
+            if let Some(rows) = rows {
+                write!(f, " --{name}-rows {rows}")?;
+            }
+        }
+        if self.comm_sms != (1, 1) {
+            write!(
+                f,
+                " --fwd-comm-sms {} --bwd-comm-sms {}",
+                self.comm_sms.0, self.comm_sms.1
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Something to check, made when its turn comes.
+struct Job {
+    name: String,
+    run: Box<dyn Fn(Row) -> Row>,
+    precision: Option<Precision>,
+}
+
+impl Job {
+    fn new(name: &str, precision: Option<Precision>, run: impl Fn(Row) -> Row + 'static) -> Self {
+        Job {
+            name: name.to_owned(),
+            run: Box::new(run),
+            precision,
+        }
+    }
+
+    fn run(&self) -> Row {
+        let start = Instant::now();
+        let mut row = (self.run)(Row::new(&self.name, self.precision));
+        row.time = start.elapsed();
+        row
+    }
+}
 
 /// Runs it.
-pub fn run(_args: Args) -> anyhow::Result<ExitCode> {
-    anyhow::bail!("not built yet")
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let start = Instant::now();
+    let mut jobs = jobs(&args);
+    if let Some(text) = &args.filter {
+        jobs.retain(|job| job.name.contains(text.as_str()));
+        anyhow::ensure!(!jobs.is_empty(), "--filter {text:?}: no row's name contains it");
+    }
+    let bar = ProgressBar::new(jobs.len() as u64);
+    bar.set_style(ProgressStyle::with_template(
+        "{bar:30} {pos}/{len} {elapsed} {wide_msg}",
+    )?);
+    let mut rows = Vec::new();
+    for job in &jobs {
+        bar.set_message(job.name.clone());
+        let row = job.run();
+        if args.json {
+            bar.suspend(|| println!("{}", json(&row)));
+        }
+        for miss in &row.misses {
+            bar.suspend(|| eprintln!("miss: {} ({}): {miss}", row.name, precision_name(row.precision)));
+        }
+        rows.push(row);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let missed = rows.iter().filter(|row| !row.passed()).count();
+    if !args.json {
+        println!("{}", table(&rows));
+        println!(
+            "{} of {} rows right, {} runs of the layer, {:.1} s",
+            rows.len() - missed,
+            rows.len(),
+            rows.iter().map(|row| row.runs).sum::<usize>(),
+            start.elapsed().as_secs_f64()
+        );
+    }
+    Ok(ExitCode::from(u8::from(missed > 0)))
+}
+
+fn jobs(args: &Args) -> Vec<Job> {
+    let mut jobs = Vec::new();
+    for precision in [Precision::Bf16, Precision::F32] {
+        // Each closure makes its case itself, so that only one is in memory.
+        for (index, named) in cases::hard(args.quick).into_iter().enumerate() {
+            let quick = args.quick;
+            let build = move || (cases::hard(quick).swap_remove(index).build)();
+            jobs.push(Job::new(
+                &named.name,
+                Some(precision),
+                move |row| match precision {
+                    Precision::Bf16 => check_case::<bf16>(row, &build()),
+                    Precision::F32 => check_case::<f32>(row, &build()),
+                },
+            ));
+        }
+        let count = args.cases.unwrap_or(if args.quick { 10 } else { 40 }) as u64;
+        for seed in args.seed..args.seed.saturating_add(count) {
+            jobs.push(Job::new(
+                &format!("random, seed {seed}"),
+                Some(precision),
+                move |row| match precision {
+                    Precision::Bf16 => check_case::<bf16>(row, &cases::random(seed)),
+                    Precision::F32 => check_case::<f32>(row, &cases::random(seed)),
+                },
+            ));
+        }
+    }
+    jobs.extend(contract::jobs(args.quick));
+    jobs.extend(refused::jobs());
+    jobs.extend(contract::large(args.large));
+    jobs
+}
+
+/// An input against the reference, on one rank and on others.
+fn check_case<T: kodkod::Element>(mut row: Row, case: &Case) -> Row {
+    let step = case.step.convert::<T>();
+    let alone = Config::even(step.tokens(), 1);
+    let Some(first) = row.run(&alone, alone.run(&step)) else {
+        return row;
+    };
+    match step.reference() {
+        Ok(reference) => row.hold_against(first.compare(&reference)),
+        Err(error) => row.miss(format!("the reference: {error}")),
+    }
+    exact_zeros(&mut row, &step, &first);
+    for config in hostile(case) {
+        if let Some(outputs) = row.run(&config, config.run(&step)) {
+            row.same_bits(&config, &first, &outputs);
+        }
+    }
+    match case.also {
+        Also::Nothing => {}
+        Also::ExpertsApart => experts_apart(&mut row, &step, &first),
+        Also::OthersUnmoved(tokens) => others_unmoved(&mut row, &step, &first, tokens),
+    }
+    row
+}
+
+/// Other splits, each with other knobs and threads: from one minibatch in the ring and nothing saved upwards.
+fn hostile(case: &Case) -> Vec<Config> {
+    let (tokens, experts) = (case.step.tokens(), case.step.shape.experts);
+    let even = [1, 2, 4, 8]
+        .into_iter()
+        .filter(|&ranks| experts.is_multiple_of(ranks));
+    let even = even.map(|ranks| Config::even(tokens, ranks));
+    let turn = |(i, config): (usize, Config)| {
+        let config = config.threads(1 + i % 4);
+        match i % 3 {
+            0 => config.rows(128, 128, 0),
+            1 => config.rows(128, 256, 128),
+            _ => config.rows(256, 512, Knobs::ALL),
+        }
+    };
+    even.chain(case.splits.iter().map(|split| Config::split(split)))
+        .enumerate()
+        .map(turn)
+        .collect()
+}
+
+/// What no route touches is 0, exactly: gradients of idle experts, of routes -1, rows of tokens without routes.
+fn exact_zeros<T: kodkod::Element>(row: &mut Row, step: &Step<T>, outputs: &Outputs<T>) {
+    let (shape, Some(g)) = (&step.shape, &outputs.gradients) else {
+        return;
+    };
+    let mut zero = |what: String, mut values: Box<dyn Iterator<Item = f32> + '_>| {
+        if let Some(value) = values.find(|v| *v != 0.0) {
+            row.misses.push(format!("{what} has {value:e}, not 0"));
+        }
+    };
+    for e in cases::idle_experts(step) {
+        for (name, values) in g
+            .weights
+            .named()
+            .into_iter()
+            .filter(|(name, _)| !name.starts_with("d_shared"))
+        {
+            let len = values.len() / shape.experts;
+            zero(
+                format!("{name} of idle expert {e}"),
+                Box::new(values[e * len..(e + 1) * len].iter().copied()),
+            );
+        }
+    }
+    for (route, _) in step.ids.iter().enumerate().filter(|(_, id)| **id == -1) {
+        zero(
+            format!("d_topk_weights[{route}], id -1"),
+            Box::new(std::iter::once(g.d_topk_weights[route])),
+        );
+    }
+    if shape.shared.is_none() {
+        for (t, _) in step
+            .ids
+            .chunks_exact(shape.top_k)
+            .enumerate()
+            .filter(|(_, r)| r.iter().all(|id| *id == -1))
+        {
+            let elements = t * shape.hidden..(t + 1) * shape.hidden;
+            for (name, values) in [("y", &outputs.y), ("dx", &g.dx)] {
+                let values = values[elements.clone()].iter().map(|v| v.to_f32());
+                zero(format!("{name} of token {t}, without routes"), Box::new(values));
+            }
+        }
+    }
+}
+
+/// An expert's gradients do not depend on what other experts do.
+fn experts_apart<T: kodkod::Element>(row: &mut Row, step: &Step<T>, all: &Outputs<T>) {
+    for e in 0..step.shape.experts {
+        let mut apart = step.clone();
+        apart
+            .ids
+            .iter_mut()
+            .for_each(|id| *id = if *id == e as i64 { *id } else { -1 });
+        let config = Config::even(step.tokens(), 1);
+        let Some(outputs) = row.run(&config, config.run(&apart)) else {
+            continue;
+        };
+        let (Some(ours), Some(theirs)) = (&all.gradients, &outputs.gradients) else {
+            continue;
+        };
+        for ((name, a), (_, b)) in ours.weights.named().into_iter().zip(theirs.weights.named()) {
+            let len = a.len() / step.shape.experts;
+            let mut pairs = a[e * len..(e + 1) * len].iter().zip(&b[e * len..(e + 1) * len]);
+            if pairs.any(|(a, b)| a.to_bits() != b.to_bits()) {
+                row.bit_mismatches += 1;
+                row.miss(format!(
+                    "{name} of expert {e} has other bits when the others have no rows"
+                ));
+            }
+        }
+    }
+}
+
+/// What is not finite in some tokens' x reaches no other token's y, dx or router gradient.
+fn others_unmoved<T: kodkod::Element>(row: &mut Row, step: &Step<T>, moved: &Outputs<T>, tokens: &[usize]) {
+    let mut clean = step.clone();
+    clean
+        .x
+        .iter_mut()
+        .filter(|v| !v.to_f32().is_finite())
+        .for_each(|v| *v = T::from_f32(0.5));
+    let config = Config::even(step.tokens(), 1);
+    let Some(outputs) = row.run(&config, config.run(&clean)) else {
+        return;
+    };
+    for ((name, a), (_, b)) in moved.named().into_iter().zip(outputs.named()).take(3) {
+        let width = a.len() / step.tokens();
+        let same = |i: &usize| a.get(*i).to_bits() == b.get(*i).to_bits();
+        if let Some(i) = (0..a.len())
+            .filter(|i| !tokens.contains(&(i / width)))
+            .find(|i| !same(i))
+        {
+            row.bit_mismatches += 1;
+            row.miss(format!(
+                "{name} of token {} is moved by tokens {tokens:?}",
+                i / width
+            ));
+        }
+    }
+}
+
+fn precision_name(precision: Option<Precision>) -> &'static str {
+    match precision {
+        Some(Precision::Bf16) => "bf16",
+        Some(Precision::F32) => "f32",
+        None => "-",
+    }
+}
+
+fn json(row: &Row) -> serde_json::Value {
+    json!({
+        "name": row.name, "precision": row.precision.map(|p| precision_name(Some(p))), "runs": row.runs,
+        "worst_error": row.worst.map(|w| w.0), "worst_output": row.worst.map(|w| w.1),
+        "tolerance": row.worst.and(row.precision).map(tolerance),
+        "bit_mismatches": row.bit_mismatches, "misses": row.misses, "note": row.note,
+        "seconds": row.time.as_secs_f64(), "passed": row.passed(),
+    })
+}
+
+fn table(rows: &[Row]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header([
+        "what",
+        "type",
+        "runs",
+        "worst error",
+        "of",
+        "bits",
+        "result",
+        "seconds",
+    ]);
+    for row in rows {
+        let (error, output) = row
+            .worst
+            .map_or((String::new(), ""), |(e, name)| (format!("{e:.2e}"), name));
+        let bits = match (row.runs, row.bit_mismatches) {
+            (0 | 1, 0) => String::new(),
+            (_, 0) => "same".to_owned(),
+            (_, n) => format!("{n} OTHER"),
+        };
+        let result = match (row.passed(), row.note) {
+            (true, None) => "ok",
+            (true, Some(note)) => note,
+            (false, _) => "MISS",
+        };
+        table.add_row([
+            row.name.clone(),
+            precision_name(row.precision).to_owned(),
+            row.runs.to_string(),
+            error,
+            output.to_owned(),
+            bits,
+            result.to_owned(),
+            format!("{:.2}", row.time.as_secs_f64()),
+        ]);
+    }
+    table
 }

@@ -83,12 +83,31 @@ impl<T: Element> Step<T> {
         }
     }
 
-    /// Runs the forward and, where there is a `dy`, the backward.
+    /// Runs the forward and, where there is a `dy`, the backward, into gradients full of NaN: what the backward fails
+    /// to write shows.
     pub(crate) fn run(
         &self,
         group: &ExpertGroup,
         knobs: Knobs,
         tokens_per_rank: &[usize],
+    ) -> Result<Outputs<T>> {
+        self.run_into(
+            group,
+            knobs,
+            tokens_per_rank,
+            filled(&self.shape, f32::NAN),
+            false,
+        )
+    }
+
+    /// The same into given gradients, which are added to where `accumulate` is set.
+    pub(crate) fn run_into(
+        &self,
+        group: &ExpertGroup,
+        knobs: Knobs,
+        tokens_per_rank: &[usize],
+        mut gradients: WeightGradients,
+        accumulate: bool,
     ) -> Result<Outputs<T>> {
         let routing = self.routing(tokens_per_rank)?;
         let layer = MoeLayer::<T>::new(group, self.shape.clone(), knobs)?;
@@ -102,15 +121,21 @@ impl<T: Element> Step<T> {
             backward: Duration::ZERO,
         };
         if let Some(dy) = &self.dy {
-            let mut w = nan_gradients(&self.shape);
             let start = Instant::now();
-            let (dx, d_topk_weights) =
-                layer.backward(&context, dy, &self.x, &routing, &weights, w.as_mut(), false)?;
+            let (dx, d_topk_weights) = layer.backward(
+                &context,
+                dy,
+                &self.x,
+                &routing,
+                &weights,
+                gradients.as_mut(),
+                accumulate,
+            )?;
             outputs.backward = start.elapsed();
             outputs.gradients = Some(Gradients {
                 dx,
                 d_topk_weights,
-                weights: w,
+                weights: gradients,
             });
         }
         Ok(outputs)
@@ -129,8 +154,8 @@ impl<T: Element> Step<T> {
     }
 }
 
-/// Gradient buffers full of NaN: what the backward fails to write shows.
-pub(crate) fn nan_gradients(shape: &Shape) -> WeightGradients {
+/// Gradient buffers of a shape, full of one value.
+pub(crate) fn filled(shape: &Shape, value: f32) -> WeightGradients {
     let mut gradients = WeightGradients::zeros(shape);
     let all = gradients.as_mut();
     let biases = all.biases.into_iter().flat_map(|b| [b.gate, b.up, b.down]);
@@ -142,7 +167,7 @@ pub(crate) fn nan_gradients(shape: &Shape) -> WeightGradients {
         .into_iter()
         .chain(biases)
         .chain(shared)
-        .for_each(|b| b.fill(f32::NAN));
+        .for_each(|b| b.fill(value));
     gradients
 }
 
@@ -171,6 +196,10 @@ pub(crate) enum Values<'a, T> {
 }
 
 impl<T: Element> Values<'_, T> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = f32> {
+        (0..self.len()).map(|i| self.get(i))
+    }
+
     pub(crate) fn len(&self) -> usize {
         match self {
             Values::Rows(v) => v.len(),
