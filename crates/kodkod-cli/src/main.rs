@@ -5,8 +5,10 @@
 mod bench;
 mod check;
 mod doctor;
+mod inputs;
 mod options;
 mod replay;
+mod shapes;
 mod step;
 mod train;
 
