@@ -16,6 +16,13 @@ use super::sync::{AtomicU32, AtomicU64, Condvar, Mutex, Ordering, wait_for};
 
 /// A test hook: the worker that takes this ticket never finishes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(
+    test,
+    allow(
+        unreachable_pub,
+        reason = "the model checker compiles this file in a private module"
+    )
+)]
 pub struct StallHook {
     /// Rank whose task stalls.
     pub rank: usize,
@@ -38,7 +45,9 @@ pub(crate) struct Engine<'a> {
     stall: Option<StallHook>,
     /// What each worker is at, for the report of a stall only.
     running: StdMutex<Vec<Option<(usize, Task)>>>,
+    /// Waits that the model checker's test switches off, to see that it notices.
     #[cfg(test)]
+    #[allow(dead_code, reason = "used where the model checker compiles this file")]
     pub(super) ignored_waits: Option<fn(&Wait) -> bool>,
 }
 
@@ -64,16 +73,33 @@ impl<'a> Engine<'a> {
         limit: Duration,
         stall: Option<StallHook>,
     ) -> Self {
-        let last = |s: &StallHook| programs.get(s.rank).map_or(0, |p| p.tickets(s.stream).saturating_sub(1));
+        let last = |s: &StallHook| {
+            programs
+                .get(s.rank)
+                .map_or(0, |p| p.tickets(s.stream).saturating_sub(1))
+        };
         Engine {
             programs,
-            counters: programs.iter().map(|p| (0..p.counters()).map(|_| AtomicU32::new(0)).collect()).collect(),
-            next: programs.iter().map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
-            state: Mutex::new(State { finished: 0, sleepers: 0, given_up: None }),
+            counters: programs
+                .iter()
+                .map(|p| (0..p.counters()).map(|_| AtomicU32::new(0)).collect())
+                .collect(),
+            next: programs
+                .iter()
+                .map(|_| [AtomicU64::new(0), AtomicU64::new(0)])
+                .collect(),
+            state: Mutex::new(State {
+                finished: 0,
+                sleepers: 0,
+                given_up: None,
+            }),
             wake: Condvar::new(),
             limit,
             comm_workers,
-            stall: stall.map(|s| StallHook { ticket: s.ticket.min(last(&s)), ..s }),
+            stall: stall.map(|s| StallHook {
+                ticket: s.ticket.min(last(&s)),
+                ..s
+            }),
             running: StdMutex::new(vec![None; workers]),
             #[cfg(test)]
             ignored_waits: None,
@@ -94,7 +120,10 @@ impl<'a> Engine<'a> {
                 Claim::Task(rank, task) => {
                     self.note_running(worker, Some((rank, task)));
                     execute(rank, &task.kind);
-                    task.arrives.iter().flatten().for_each(|arrive| self.arrive(rank, arrive));
+                    task.arrives
+                        .iter()
+                        .flatten()
+                        .for_each(|arrive| self.arrive(rank, arrive));
                     self.note_running(worker, None);
                     let mut state = self.state.lock().expect("no holder of this lock panics");
                     state.finished += 1;
@@ -117,8 +146,12 @@ impl<'a> Engine<'a> {
     }
 
     /// What the ranks were waiting for, if the pass was given up.
+    #[cfg_attr(test, allow(dead_code, reason = "the model checker has no use for it"))]
     pub(crate) fn into_stalls(self) -> Option<Vec<Stall>> {
-        self.state.into_inner().expect("no holder of this lock panics").given_up
+        self.state
+            .into_inner()
+            .expect("no holder of this lock panics")
+            .given_up
     }
 
     fn claim(&self, worker: usize) -> Claim {
@@ -175,7 +208,8 @@ impl<'a> Engine<'a> {
                 self.counter(rank, counter).fetch_add(1, Ordering::Release);
             }
             Arrive::At { rank, counter } => {
-                self.counter(rank as usize, counter).fetch_add(1, Ordering::Release);
+                self.counter(rank as usize, counter)
+                    .fetch_add(1, Ordering::Release);
             }
             Arrive::Pushed { total } => {
                 // Acquire too: the last arrival passes on what the ones before it wrote.
@@ -221,9 +255,13 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// One entry a rank: the first task that it cannot start, else one that it has not finished, else its end.
+    /// One entry a rank: a task that it has taken and not finished, else the first that it cannot start, else its end.
     fn stalls(&self, waited: Duration) -> Vec<Stall> {
-        let running = self.running.lock().expect("no holder of this lock panics").clone();
+        let running = self
+            .running
+            .lock()
+            .expect("no holder of this lock panics")
+            .clone();
         let entry = |rank: usize| {
             let program = &self.programs[rank];
             let stall = |task: String, counter: Counter, seen: u32, expected: u32| Stall {
@@ -243,16 +281,31 @@ impl<'a> Engine<'a> {
             let unfinished = || {
                 let (_, task) = running.iter().flatten().find(|(at, _)| *at == rank)?;
                 let (counter, seen) = match task.arrives[0] {
-                    Some(Arrive::Here(counter)) => (counter, self.counter(rank, counter).load(Ordering::Acquire)),
-                    _ => (Counter::Done, self.counter(rank, Counter::Done).load(Ordering::Acquire)),
+                    Some(Arrive::Here(counter)) => {
+                        (counter, self.counter(rank, counter).load(Ordering::Acquire))
+                    }
+                    _ => (
+                        Counter::Done,
+                        self.counter(rank, Counter::Done).load(Ordering::Acquire),
+                    ),
                 };
-                Some(stall(format!("{} (taken, not finished)", task.kind), counter, seen, seen + 1))
+                Some(stall(
+                    format!("{} (taken, not finished)", task.kind),
+                    counter,
+                    seen,
+                    seen + 1,
+                ))
             };
             let end = || {
                 let seen = self.counter(rank, Counter::Done).load(Ordering::Acquire);
-                stall("the end of the pass".into(), Counter::Done, seen, self.programs.len() as u32)
+                stall(
+                    "the end of the pass".into(),
+                    Counter::Done,
+                    seen,
+                    self.programs.len() as u32,
+                )
             };
-            blocked.or_else(unfinished).unwrap_or_else(end)
+            unfinished().or(blocked).unwrap_or_else(end)
         };
         (0..self.programs.len()).map(entry).collect()
     }

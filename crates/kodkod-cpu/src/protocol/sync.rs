@@ -5,7 +5,13 @@ pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// Waits for a notification; false where `limit` passed without one.
-pub(super) fn wait_for<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Duration) -> (MutexGuard<'a, T>, bool) {
-    let (guard, timeout) = condvar.wait_timeout(guard, limit).expect("no holder of this lock panics");
+pub(super) fn wait_for<'a, T>(
+    condvar: &Condvar,
+    guard: MutexGuard<'a, T>,
+    limit: Duration,
+) -> (MutexGuard<'a, T>, bool) {
+    let (guard, timeout) = condvar
+        .wait_timeout(guard, limit)
+        .expect("no holder of this lock panics");
     (guard, !timeout.timed_out())
 }
