@@ -6,16 +6,21 @@
 //! Registers: ymm(2r), ymm(2r+1) hold row r of C; ymm12, ymm13 a step of B; ymm14 one slot of A, broadcast.
 
 use std::arch::asm;
+use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
+use half::bf16;
+
 use super::driver::{KC, Kernel, Order, Tile};
-use super::pack::{Slots, portable, portable_panels};
+use super::pack::{Single, Slots, Split, portable};
 
 const MR: usize = 6;
 const NR: usize = 16;
+/// Lanes of a register.
+const LANES: usize = 8;
 const A_WIDTH: usize = 8;
 
-/// f32 FMAs over [`Single`](super::pack::Single) or [`Split`](super::pack::Split) slots.
+/// f32 FMAs over [`Single`] or [`Split`] slots.
 pub(super) struct Fma<S>(PhantomData<S>);
 
 /// Adds `steps` products to the rows of `acc`. MXCSR is `mxcsr[0]` meanwhile; `mxcsr[1]` holds the caller's.
@@ -116,7 +121,167 @@ unsafe fn fma<const ROW: usize, const SLOT: usize>(t: &Tile, acc: &mut [[f32; NR
     }
 }
 
-impl<S: Slots> Kernel for Fma<S> {
+/// Filling slots with AVX2, eight at a time. All functions need the instruction set.
+trait Packing: Slots {
+    /// Elements of a row that 8 dwords hold.
+    const PER_BLOCK: usize;
+
+    /// The slots of 8 dwords of row-major elements: first slots, then (if PER_BLOCK is 16) second slots.
+    unsafe fn expand(dwords: __m256i) -> [__m256i; 2];
+
+    /// Slot `s` of the vectors that start at `x[0..8]`; elements of one vector lie `along` apart.
+    unsafe fn column(x: *const Self::Elem, along: usize, k: usize, s: usize) -> __m256i;
+
+    /// The slots of 8 consecutive elements.
+    unsafe fn row(x: *const Self::Elem) -> __m256i;
+}
+
+impl Packing for Single {
+    const PER_BLOCK: usize = 8;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn expand(dwords: __m256i) -> [__m256i; 2] {
+        [dwords, dwords]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn column(x: *const f32, along: usize, _k: usize, s: usize) -> __m256i {
+        // SAFETY: 8 elements are readable.
+        unsafe { _mm256_loadu_si256(x.add(s * along).cast()) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn row(x: *const f32) -> __m256i {
+        // SAFETY: 8 elements are readable.
+        unsafe { _mm256_loadu_si256(x.cast()) }
+    }
+}
+
+impl Packing for Split {
+    const PER_BLOCK: usize = 16;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn expand(dwords: __m256i) -> [__m256i; 2] {
+        [
+            _mm256_and_si256(dwords, _mm256_set1_epi32(0xffff_0000_u32 as i32)),
+            _mm256_slli_epi32::<16>(dwords),
+        ]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn column(x: *const bf16, along: usize, k: usize, s: usize) -> __m256i {
+        let at = s ^ 1;
+        if at >= k {
+            return _mm256_setzero_si256();
+        }
+        // SAFETY: 8 elements are readable.
+        let halves = unsafe { _mm_loadu_si128(x.add(at * along).cast()) };
+        _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves))
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn row(x: *const bf16) -> __m256i {
+        // SAFETY: 8 elements are readable.
+        let pairs = unsafe { _mm_loadu_si128(x.cast()) };
+        // A pair (even, odd) in the low dword of each qword becomes the dwords (odd, even).
+        let wide = _mm256_cvtepu32_epi64(pairs);
+        _mm256_or_si256(
+            _mm256_and_si256(wide, _mm256_set1_epi64x(0xffff_0000)),
+            _mm256_slli_epi64::<48>(wide),
+        )
+    }
+}
+
+/// Transposes 8 rows of 8 dwords, `step` bytes apart.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn transpose(src: *const u8, step: usize) -> [__m256i; 8] {
+    // q[j] = dwords 0-3 of rows j and j + 4, or dwords 4-7.
+    let half = |j: usize, at: usize| {
+        // SAFETY: the caller's rows are readable.
+        unsafe {
+            let low = _mm_loadu_si128(src.add(j * step + at).cast());
+            let high = _mm_loadu_si128(src.add((j + 4) * step + at).cast());
+            _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high)
+        }
+    };
+    let mut out = [_mm256_setzero_si256(); 8];
+    for part in 0..2 {
+        let q = [
+            half(0, part * 16),
+            half(1, part * 16),
+            half(2, part * 16),
+            half(3, part * 16),
+        ];
+        let (a, b) = (
+            _mm256_unpacklo_epi32(q[0], q[1]),
+            _mm256_unpackhi_epi32(q[0], q[1]),
+        );
+        let (c, d) = (
+            _mm256_unpacklo_epi32(q[2], q[3]),
+            _mm256_unpackhi_epi32(q[2], q[3]),
+        );
+        out[4 * part] = _mm256_unpacklo_epi64(a, c);
+        out[4 * part + 1] = _mm256_unpackhi_epi64(a, c);
+        out[4 * part + 2] = _mm256_unpacklo_epi64(b, d);
+        out[4 * part + 3] = _mm256_unpackhi_epi64(b, d);
+    }
+    out
+}
+
+/// Packs NR rows of `k` elements, a multiple of PER_BLOCK, slot s of row i to `dst[s * NR + i]`.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn pack_rows<S: Packing>(src: *const S::Elem, ld: usize, k: usize, dst: *mut u32) {
+    let parts = S::PER_BLOCK / LANES;
+    for first in (0..NR).step_by(LANES) {
+        for k0 in (0..k).step_by(S::PER_BLOCK) {
+            // SAFETY: whole blocks of the rows are readable, their slots writable.
+            unsafe {
+                let block = transpose(src.add(first * ld + k0).cast(), ld * size_of::<S::Elem>());
+                for (i, &dwords) in block.iter().enumerate() {
+                    for (part, &slots) in S::expand(dwords).iter().take(parts).enumerate() {
+                        let slot = k0 + i * parts + part;
+                        _mm256_storeu_si256(dst.add(slot * NR + first).cast(), slots);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Packs NR column-major vectors of `k` elements to steps NR slots apart.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn pack_cols<S: Packing>(src: *const S::Elem, ld: usize, k: usize, dst: *mut u32) {
+    for s in 0..S::count(k) {
+        for first in (0..NR).step_by(LANES) {
+            // SAFETY: NR columns are readable, NR slots writable.
+            unsafe {
+                let slots = S::column(src.add(first), ld, k, s);
+                _mm256_storeu_si256(dst.add(s * NR + first).cast(), slots);
+            }
+        }
+    }
+}
+
+/// Packs `m` rows of `k` elements, a multiple of 8, to rows KC slots apart.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn copy_rows<S: Packing>(src: *const S::Elem, ld: usize, m: usize, k: usize, dst: *mut u32) {
+    for i in 0..m {
+        for k0 in (0..k).step_by(LANES) {
+            // SAFETY: 8 elements of row i are readable, their slots writable.
+            unsafe { _mm256_storeu_si256(dst.add(i * KC + k0).cast(), S::row(src.add(i * ld + k0))) }
+        }
+    }
+}
+
+// The functions above take the whole blocks, `portable` the edges.
+impl<S: Packing> Kernel for Fma<S> {
     type Slots = S;
     const MR: usize = MR;
     const NR: usize = NR;
@@ -124,8 +289,12 @@ impl<S: Slots> Kernel for Fma<S> {
     const STREAMS: bool = false;
 
     unsafe fn pack_a_rows(a: *const S::Elem, lda: usize, m: usize, k: usize, dst: *mut u32) {
+        let whole = k - k % LANES;
         // SAFETY: the caller's contract.
-        unsafe { portable::<S>(a, lda, 1, m, k, dst, 1, KC) }
+        unsafe {
+            copy_rows::<S>(a, lda, m, whole, dst);
+            portable::<S>(a.add(whole), lda, 1, m, k - whole, dst.add(whole), 1, KC);
+        }
     }
 
     unsafe fn pack_a_cols(a: *const S::Elem, lda: usize, m: usize, k: usize, dst: *mut u32) {
@@ -134,13 +303,32 @@ impl<S: Slots> Kernel for Fma<S> {
     }
 
     unsafe fn pack_b_rows(b: *const S::Elem, ldb: usize, n: usize, k: usize, dst: *mut u32) {
+        let whole = if n == NR { k - k % S::PER_BLOCK } else { 0 };
         // SAFETY: the caller's contract. Columns past n hold old slots; their results are dropped.
-        unsafe { portable::<S>(b, ldb, 1, n, k, dst, NR, 1) }
+        unsafe {
+            pack_rows::<S>(b, ldb, whole, dst);
+            portable::<S>(b.add(whole), ldb, 1, n, k - whole, dst.add(whole * NR), NR, 1);
+        }
     }
 
     unsafe fn pack_b_cols(b: *const S::Elem, ldb: usize, n: usize, k: usize, dst: *mut u32) {
+        let whole = n - n % NR;
         // SAFETY: the caller's contract. Columns past n hold old slots; their results are dropped.
-        unsafe { portable_panels::<S>(b, ldb, n, k, dst, NR, KC * NR) }
+        unsafe {
+            for j in (0..whole).step_by(NR) {
+                pack_cols::<S>(b.add(j), ldb, k, dst.add(j * KC));
+            }
+            portable::<S>(
+                b.wrapping_add(whole),
+                1,
+                ldb,
+                n - whole,
+                k,
+                dst.wrapping_add(whole * KC),
+                NR,
+                1,
+            );
+        }
     }
 
     unsafe fn tile(t: &Tile) {

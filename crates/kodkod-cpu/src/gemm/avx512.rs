@@ -424,19 +424,27 @@ unsafe fn pack_cols<S: Packing, const HALVES: usize>(
     k: usize,
     dst: *mut u32,
 ) {
+    let registers = width.div_ceil(HALVES * LANES) * HALVES;
+    let whole = width / LANES;
+    let tail = ((1u32 << (width % LANES)) - 1) as __mmask16;
     for s in 0..S::count(k) {
-        for panel in 0..width.div_ceil(HALVES * LANES) {
-            for half in 0..HALVES {
-                let first = (panel * HALVES + half) * LANES;
-                let here = width.saturating_sub(first).min(LANES);
-                let mask = ((1u32 << here) - 1) as __mmask16;
-                // SAFETY: the mask covers existing columns only.
-                unsafe {
-                    let slots = S::column(src.wrapping_add(first), ld, k, s, mask);
-                    let at = (panel * KC + s) * HALVES + half;
-                    _mm512_storeu_si512(dst.add(at * LANES).cast(), slots);
-                }
+        let put = |register: usize, mask: __mmask16| {
+            let (panel, half) = (register / HALVES, register % HALVES);
+            // SAFETY: the mask covers existing columns only.
+            unsafe {
+                let slots = S::column(src.wrapping_add(register * LANES), ld, k, s, mask);
+                let at = (panel * KC + s) * HALVES + half;
+                _mm512_storeu_si512(dst.add(at * LANES).cast(), slots);
             }
+        };
+        for register in 0..whole {
+            put(register, !0);
+        }
+        if whole < registers {
+            put(whole, tail);
+        }
+        for register in whole + 1..registers {
+            put(register, 0);
         }
     }
 }

@@ -115,34 +115,3 @@ pub(super) unsafe fn portable<S: Slots>(
         }
     }
 }
-
-/// Packs `[n, k]` of a column-major operand to panels of `nr` columns, `panel` slots apart; slot s of a panel's column i
-/// goes to `s * nr + i`.
-///
-/// # Safety
-/// All elements must be readable, all slots writable.
-pub(super) unsafe fn portable_panels<S: Slots>(
-    src: *const S::Elem,
-    ld: usize,
-    n: usize,
-    k: usize,
-    dst: *mut u32,
-    nr: usize,
-    panel: usize,
-) {
-    for j in (0..n).step_by(nr) {
-        // SAFETY: the caller's contract.
-        unsafe {
-            portable::<S>(
-                src.add(j),
-                1,
-                ld,
-                nr.min(n - j),
-                k,
-                dst.add(j / nr * panel),
-                nr,
-                1,
-            )
-        }
-    }
-}

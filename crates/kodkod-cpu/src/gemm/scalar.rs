@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::driver::{KC, Kernel, Order, Tile};
-use super::pack::{Single, Slots, Split, portable, portable_panels};
+use super::pack::{Single, Slots, Split, portable};
 
 pub(super) struct Scalar<S>(PhantomData<S>);
 
@@ -67,8 +67,11 @@ impl<S: Link> Kernel for Scalar<S> {
     }
 
     unsafe fn pack_b_cols(b: *const S::Elem, ldb: usize, n: usize, k: usize, dst: *mut u32) {
-        // SAFETY: the caller's contract. Columns past n are never read.
-        unsafe { portable_panels::<S>(b, ldb, n, k, dst, Self::NR, KC * Self::NR) }
+        for j in (0..n).step_by(Self::NR) {
+            let cols = Self::NR.min(n - j);
+            // SAFETY: the caller's contract. Columns past n are never read.
+            unsafe { portable::<S>(b.add(j), 1, ldb, cols, k, dst.add(j * KC), Self::NR, 1) }
+        }
     }
 
     unsafe fn tile(t: &Tile) {
