@@ -35,12 +35,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     ranks: Vec<usize>,
     /// What to report
-    #[arg(
-        long,
-        value_name = "PASSES",
-        value_delimiter = ',',
-        default_value = "fwd,bwd,fwd+bwd"
-    )]
+    #[arg(long, value_name = "PASSES", value_delimiter = ',', default_value = "fwd,bwd,fwd+bwd")]
     pass: Vec<Timed>,
     /// What rows and weights are stored in
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
@@ -132,9 +127,7 @@ pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
     default(&mut args.ranks, ranks);
     if args.shape.is_empty() {
         args.shape.extend(
-            shapes
-                .split(',')
-                .map(|name| name.parse::<NamedShape>().expect("the defaults are valid")),
+            shapes.split(',').map(|name| name.parse::<NamedShape>().expect("the defaults are valid")),
         );
     }
     if args.memory {
@@ -214,19 +207,12 @@ fn measure_all<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
         let knobs = args.knobs.knobs(&named.shape);
         bar.set_message(format!("{}: making weights", named.name));
         let most = |list: &[usize]| list.iter().max().copied().unwrap_or(0);
-        let step: Step<T> = random_step(
-            &named.shape,
-            most(&args.tokens) * most(&args.ranks),
-            args.backward(),
-            1,
-        );
+        let step: Step<T> =
+            random_step(&named.shape, most(&args.tokens) * most(&args.ranks), args.backward(), 1);
         let mut gradients = args.backward().then(|| WeightGradients::zeros(&named.shape));
         for &tokens in &args.tokens {
             for &ranks in &args.ranks {
-                bar.set_message(format!(
-                    "{}, {tokens} tokens on each of {ranks} ranks",
-                    named.name
-                ));
+                bar.set_message(format!("{}, {tokens} tokens on each of {ranks} ranks", named.name));
                 let group = args.cpu.group(ranks)?;
                 let times = measure(args, &group, knobs, &step, tokens, gradients.as_mut())?;
                 for &pass in &args.pass {
@@ -276,20 +262,12 @@ fn measure<T: Element>(
 ) -> anyhow::Result<Times> {
     let (shape, tokens) = (&step.shape, tokens_per_rank * group.ranks());
     let layer = MoeLayer::<T>::new(group, shape.clone(), knobs)?;
-    let (ids, topk_weights) = (
-        &step.ids[..tokens * shape.top_k],
-        &step.topk_weights[..tokens * shape.top_k],
-    );
+    let (ids, topk_weights) = (&step.ids[..tokens * shape.top_k], &step.topk_weights[..tokens * shape.top_k]);
     let routing = Routing::new(shape, ids, topk_weights, &vec![tokens_per_rank; group.ranks()])?;
     let weights = step.weights.as_ref();
     let x = &step.x[..tokens * shape.hidden];
     let mut dense = Dense::<T>::new(group.isa(), group.threads(), args.dense_size);
-    let mut times = Times {
-        dense: vec![],
-        forward: vec![],
-        backward: vec![],
-        routes: routing.routes(),
-    };
+    let mut times = Times { dense: vec![], forward: vec![], backward: vec![], routes: routing.routes() };
     for repeat in 0..args.warmup + args.repeat {
         let dense_time = dense.seconds();
         let start = Instant::now();
@@ -319,23 +297,11 @@ fn row(
     pass: Timed,
     times: &Times,
 ) -> Row {
-    let forward_flops = named
-        .shape
-        .forward_flops(tokens_per_rank * group.ranks(), times.routes);
+    let forward_flops = named.shape.forward_flops(tokens_per_rank * group.ranks(), times.routes);
     let (seconds, passes) = match pass {
         Timed::Fwd => (median(times.forward.clone()), 1.0),
         Timed::Bwd => (median(times.backward.clone()), 2.0),
-        Timed::Both => (
-            median(
-                times
-                    .forward
-                    .iter()
-                    .zip(&times.backward)
-                    .map(|(f, b)| f + b)
-                    .collect(),
-            ),
-            3.0,
-        ),
+        Timed::Both => (median(times.forward.iter().zip(&times.backward).map(|(f, b)| f + b).collect()), 3.0),
     };
     let tflops = passes * forward_flops / seconds / 1e12;
     let dense_tflops = 2.0 * (args.dense_size as f64).powi(3) / median(times.dense.clone()) / 1e12;
@@ -373,18 +339,9 @@ pub(crate) struct Dense<T> {
 impl<T: Element> Dense<T> {
     pub(crate) fn new(isa: Isa, threads: usize, n: usize) -> Self {
         let operand = |offset: usize| {
-            (0..n * n)
-                .map(|i| T::from_f32(((i * 31 + offset) % 61) as f32 / 61.0 - 0.5))
-                .collect()
+            (0..n * n).map(|i| T::from_f32(((i * 31 + offset) % 61) as f32 / 61.0 - 0.5)).collect()
         };
-        Dense {
-            isa,
-            threads,
-            n,
-            a: operand(0),
-            b: operand(17),
-            c: vec![0.0; n * n],
-        }
+        Dense { isa, threads, n, a: operand(0), b: operand(17), c: vec![0.0; n * n] }
     }
 
     /// Seconds of one product.
@@ -442,8 +399,7 @@ fn right_align(table: &mut Table, first: usize) {
 
 impl Timed {
     fn name(self) -> String {
-        self.to_possible_value()
-            .map_or_else(String::new, |v| v.get_name().into())
+        self.to_possible_value().map_or_else(String::new, |v| v.get_name().into())
     }
 }
 

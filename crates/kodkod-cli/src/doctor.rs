@@ -61,10 +61,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         memory_bytes: meminfo("MemTotal"),
         available_memory_bytes: available_memory(),
-        instruction_sets: Isa::available()
-            .into_iter()
-            .map(|isa| level(isa, group.threads()))
-            .collect(),
+        instruction_sets: Isa::available().into_iter().map(|isa| level(isa, group.threads())).collect(),
         device: "cpu",
         threads: group.threads(),
         isa: group.isa().to_string(),
@@ -89,17 +86,10 @@ fn print(report: &Report) {
         gb(report.memory_bytes),
         gb(report.available_memory_bytes)
     );
-    println!(
-        "  instruction sets   all give the same bits; bf16 GEMM on {} threads:",
-        report.threads
-    );
+    println!("  instruction sets   all give the same bits; bf16 GEMM on {} threads:", report.threads);
     for level in &report.instruction_sets {
         let n = level.dense_size;
-        println!(
-            "    {:<16} {:7.1} GFLOP/s ({n} x {n} x {n})",
-            level.name,
-            1e3 * level.dense_tflops
-        );
+        println!("    {:<16} {:7.1} GFLOP/s ({n} x {n} x {n})", level.name, 1e3 * level.dense_tflops);
     }
     println!("\nkodkod will use");
     println!("  device             {} (CUDA: {})", report.device, report.cuda);
@@ -107,11 +97,7 @@ fn print(report: &Report) {
     println!("  instruction set    {}", report.isa);
     println!("\nSelf-test");
     for check in &report.self_test {
-        println!(
-            "  {}  {}",
-            if check.miss.is_none() { "ok    " } else { "FAILED" },
-            check.name
-        );
+        println!("  {}  {}", if check.miss.is_none() { "ok    " } else { "FAILED" }, check.name);
         check.miss.iter().for_each(|miss| println!("          {miss}"));
     }
 }
@@ -119,10 +105,7 @@ fn print(report: &Report) {
 /// A small layer: against the reference in each precision, and bit against bit over ranks and instruction sets.
 fn self_test(cpu: &CpuRunOptions) -> anyhow::Result<Vec<Check>> {
     let mut shape = Shape::new(64, 48, 8, 2);
-    shape.shared = Some(Shared {
-        intermediate: 32,
-        output_gate: true,
-    });
+    shape.shared = Some(Shared { intermediate: 32, output_gate: true });
     let tokens = 300;
     let knobs = Knobs::for_shape(&shape).with_rows(Some(ROW_BLOCK), Some(ROW_BLOCK), Some(0));
     let step: Step<bf16> = random_step(&shape, tokens, true, 7);
@@ -132,10 +115,7 @@ fn self_test(cpu: &CpuRunOptions) -> anyhow::Result<Vec<Check>> {
     ];
     let one = step.run(&cpu.group(1)?, knobs, &[tokens])?;
     let two = step.run(&cpu.group(2)?, knobs, &[tokens - 120, 120])?;
-    checks.push(Check {
-        name: "2 ranks give the bits of 1".into(),
-        miss: two.first_difference(&one),
-    });
+    checks.push(Check { name: "2 ranks give the bits of 1".into(), miss: two.first_difference(&one) });
     for isa in Isa::available() {
         let group = ExpertGroup::cpu_with(CpuOptions {
             ranks: 1,
@@ -146,10 +126,7 @@ fn self_test(cpu: &CpuRunOptions) -> anyhow::Result<Vec<Check>> {
         if isa.to_string() != cpu.group(1)?.isa().to_string() {
             let other = step.run(&group, knobs, &[tokens])?;
             let name = format!("{isa} gives the bits of {}", cpu.group(1)?.isa());
-            checks.push(Check {
-                name,
-                miss: other.first_difference(&one),
-            });
+            checks.push(Check { name, miss: other.first_difference(&one) });
         }
     }
     Ok(checks)
@@ -167,10 +144,7 @@ fn against_reference<T: Element>(
     let misses: Vec<_> = comparisons.into_iter().filter_map(|c| c.miss).collect();
     let name =
         format!("{precision} against the f64 reference: at most {worst:.1e} of any output's sum is off");
-    Ok(Check {
-        name,
-        miss: (!misses.is_empty()).then(|| misses.join("; ")),
-    })
+    Ok(Check { name, miss: (!misses.is_empty()).then(|| misses.join("; ")) })
 }
 
 /// A size that takes well under a second, and the best of a few products.
@@ -182,11 +156,7 @@ fn level(isa: Isa, threads: usize) -> Level {
         let mut dense = Dense::<bf16>::new(isa, threads, n);
         seconds = (0..3).map(|_| dense.seconds()).fold(f64::INFINITY, f64::min);
     }
-    Level {
-        name: isa.to_string(),
-        dense_size: n,
-        dense_tflops: 2.0 * (n as f64).powi(3) / seconds / 1e12,
-    }
+    Level { name: isa.to_string(), dense_size: n, dense_tflops: 2.0 * (n as f64).powi(3) / seconds / 1e12 }
 }
 
 /// The CPU's name, where Linux says it.

@@ -28,11 +28,7 @@ pub(crate) fn random_step<T: Element>(shape: &Shape, tokens: usize, backward: bo
     let (gate, up) = (normal(e * i * h, fan_in(h)), normal(e * i * h, fan_in(h)));
     let down = normal(e * h * i, fan_in(i));
     let bias = |len: usize| normal_f32(len, 0.1);
-    let biases = shape.biases.then(|| Biases {
-        gate: bias(e * i),
-        up: bias(e * i),
-        down: bias(e * h),
-    });
+    let biases = shape.biases.then(|| Biases { gate: bias(e * i), up: bias(e * i), down: bias(e * h) });
     let shared = shape.shared.map(|s| SharedWeights {
         gate: normal(s.intermediate * h, fan_in(h)),
         up: normal(s.intermediate * h, fan_in(h)),
@@ -40,21 +36,8 @@ pub(crate) fn random_step<T: Element>(shape: &Shape, tokens: usize, backward: bo
         output_gate: s.output_gate.then(|| normal_f32(h, fan_in(h))),
     });
     let (ids, topk_weights) = route(tokens, e, k, seed);
-    let weights = OwnedWeights {
-        gate,
-        up,
-        down,
-        biases,
-        shared,
-    };
-    Step {
-        shape: shape.clone(),
-        x,
-        dy,
-        ids,
-        topk_weights,
-        weights,
-    }
+    let weights = OwnedWeights { gate, up, down, biases, shared };
+    Step { shape: shape.clone(), x, dy, ids, topk_weights, weights }
 }
 
 /// Different experts for each token while there are any, and the softmax of `k` logits.
@@ -95,8 +78,7 @@ fn fill<T: Copy + Default + Send>(
                 for (chunk, part) in part.chunks_mut(CHUNK).enumerate() {
                     let number = (thread * (per_thread / CHUNK) + chunk) as u64;
                     let mut state = mix(stream << 32 | number);
-                    part.iter_mut()
-                        .for_each(|v| *v = from(scale * gaussian(&mut state)));
+                    part.iter_mut().for_each(|v| *v = from(scale * gaussian(&mut state)));
                 }
             });
         }

@@ -32,15 +32,7 @@ const fn row(
     [hidden, intermediate, experts, top_k, shared]: [usize; 5],
     rest: Rest,
 ) -> Published {
-    Published {
-        name,
-        hidden,
-        intermediate,
-        experts,
-        top_k,
-        shared,
-        rest,
-    }
+    Published { name, hidden, intermediate, experts, top_k, shared, rest }
 }
 
 /// Sizes are `[hidden, intermediate, experts, top_k, shared experts]`.
@@ -69,18 +61,12 @@ impl Published {
         let mut shape = Shape::new(self.hidden, self.intermediate, self.experts, self.top_k);
         if self.shared > 0 {
             let output_gate = matches!(self.rest, Rest::OutputGate);
-            shape.shared = Some(Shared {
-                intermediate: self.shared * self.intermediate,
-                output_gate,
-            });
+            shape.shared = Some(Shared { intermediate: self.shared * self.intermediate, output_gate });
         }
         match self.rest {
             Rest::Limit(limit) => shape.activation = Activation::SwiGlu { limit: Some(limit) },
             Rest::GptOss => {
-                shape.activation = Activation::SwiGluOai {
-                    alpha: 1.702,
-                    limit: Some(7.0),
-                };
+                shape.activation = Activation::SwiGluOai { alpha: 1.702, limit: Some(7.0) };
                 shape.biases = true;
             }
             Rest::Plain | Rest::OutputGate => {}
@@ -115,10 +101,7 @@ impl FromStr for NamedShape {
             }
         };
         shape.validate().map_err(|error| error.to_string())?;
-        Ok(NamedShape {
-            name: text.into(),
-            shape,
-        })
+        Ok(NamedShape { name: text.into(), shape })
     }
 }
 
@@ -144,15 +127,7 @@ mod tests {
         let error = "olmo".parse::<NamedShape>().unwrap_err();
         println!("{error}");
         assert!(error.contains("olmoe-1b-7b") && error.contains("1024x512x32x4"));
-        for bad in [
-            "64x32x4",
-            "64x32x4x2x1",
-            "60x32x4x2",
-            "64x32x0x2",
-            "64x32x4x33",
-            "x",
-            "",
-        ] {
+        for bad in ["64x32x4", "64x32x4x2x1", "60x32x4x2", "64x32x0x2", "64x32x4x33", "x", ""] {
             assert!(bad.parse::<NamedShape>().is_err(), "{bad}");
         }
     }

@@ -5,24 +5,15 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 fn bench(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_kodkod"))
-        .arg("bench")
-        .args(args)
-        .output()
-        .expect("kodkod runs")
+    Command::new(env!("CARGO_BIN_EXE_kodkod")).arg("bench").args(args).output().expect("kodkod runs")
 }
 
 fn lines(args: &[&str]) -> Vec<Value> {
     let output = bench(args);
-    let (out, err) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{err}");
     println!("{out}");
-    out.lines()
-        .map(|line| serde_json::from_str(line).expect("every line is JSON"))
-        .collect()
+    out.lines().map(|line| serde_json::from_str(line).expect("every line is JSON")).collect()
 }
 
 const TINY: [&str; 6] = ["--shape", "64x32x4x2", "--dense-size", "64", "--repeat", "2"];
@@ -32,16 +23,7 @@ fn one_object_a_line_with_flops_that_add_up() {
     let rows = lines(&[&TINY[..], &["--tokens", "16,40", "--ranks", "1,2", "--json"]].concat());
     assert_eq!(rows.len(), 2 * 2 * 3, "tokens x ranks x passes");
     for row in &rows {
-        for key in [
-            "device",
-            "ranks",
-            "shape",
-            "tokens_per_rank",
-            "pass",
-            "ms",
-            "tflops",
-            "dense_tflops",
-        ] {
+        for key in ["device", "ranks", "shape", "tokens_per_rank", "pass", "ms", "tflops", "dense_tflops"] {
             assert!(!row[key].is_null(), "{key} is missing in {row}");
         }
         let number = |key: &str| row[key].as_f64().unwrap();
@@ -53,87 +35,43 @@ fn one_object_a_line_with_flops_that_add_up() {
         };
         let flops = passes * 6.0 * 64.0 * 32.0 * 2.0 * number("ranks") * number("tokens_per_rank");
         let said = number("tflops") * 1e12 * number("ms") / 1e3;
-        assert!(
-            (said / flops - 1.0).abs() < 1e-9,
-            "{said} FLOPs for {flops} in {row}"
-        );
+        assert!((said / flops - 1.0).abs() < 1e-9, "{said} FLOPs for {flops} in {row}");
         assert!((number("fraction_of_dense") * number("dense_tflops") / number("tflops") - 1.0).abs() < 1e-9);
     }
-    assert_eq!(
-        (&rows[0]["shape"], &rows[0]["device"]),
-        (&"64x32x4x2".into(), &"cpu".into())
-    );
+    assert_eq!((&rows[0]["shape"], &rows[0]["device"]), (&"64x32x4x2".into(), &"cpu".into()));
 }
 
 #[test]
 fn the_table_has_a_row_a_pass() {
     let output = bench(
-        &[
-            &TINY[..],
-            &[
-                "--tokens",
-                "16",
-                "--ranks",
-                "2",
-                "--pass",
-                "fwd",
-                "--precision",
-                "f32",
-            ],
-        ]
-        .concat(),
+        &[&TINY[..], &["--tokens", "16", "--ranks", "2", "--pass", "fwd", "--precision", "f32"]].concat(),
     );
     let out = String::from_utf8_lossy(&output.stdout);
     println!("{out}");
     assert!(output.status.success());
-    assert_eq!(
-        out.lines()
-            .filter(|line| line.contains("64x32x4x2") && line.contains("fwd"))
-            .count(),
-        1
-    );
+    assert_eq!(out.lines().filter(|line| line.contains("64x32x4x2") && line.contains("fwd")).count(), 1);
 }
 
 /// Beyond the slots that rows are pushed to, the peak of symmetric memory follows ring and saved rows, not tokens.
 #[test]
 fn memory_follows_the_ring_not_the_tokens() {
-    let sizes = [
-        "--memory",
-        "--shape",
-        "256x128x8x4",
-        "--tokens",
-        "256,512,1024",
-        "--ranks",
-        "2",
-        "--json",
-    ];
+    let sizes = ["--memory", "--shape", "256x128x8x4", "--tokens", "256,512,1024", "--ranks", "2", "--json"];
     let rest = |extra: &[&str]| -> Vec<f64> {
         let rows = lines(&[&sizes[..], extra].concat());
-        rows.iter()
-            .map(|row| row["rest_bytes"].as_f64().unwrap())
-            .collect()
+        rows.iter().map(|row| row["rest_bytes"].as_f64().unwrap()).collect()
     };
     let replayed = rest(&["--saved-rows", "0"]);
     for bytes in &replayed {
         let change = bytes / replayed[0];
-        assert!(
-            (0.95..1.05).contains(&change),
-            "the rest changed by {change} while the tokens quadrupled"
-        );
+        assert!((0.95..1.05).contains(&change), "the rest changed by {change} while the tokens quadrupled");
     }
     let longer_ring = rest(&["--saved-rows", "0", "--ring-rows", "512"]);
     let growth = longer_ring[2] / replayed[2];
-    assert!(
-        (1.8..2.2).contains(&growth),
-        "a ring twice as long takes {growth} times the rest"
-    );
+    assert!((1.8..2.2).contains(&growth), "a ring twice as long takes {growth} times the rest");
     // x, g, u of 512 rows on each of two ranks.
     let saved = rest(&["--saved-rows", "512"]);
     let (more, rows) = (saved[2] - replayed[2], (2 * 512 * (256 + 2 * 128) * 2) as f64);
-    assert!(
-        (0.95..1.05).contains(&(more / rows)),
-        "512 saved rows take {more} bytes, expected {rows}"
-    );
+    assert!((0.95..1.05).contains(&(more / rows)), "512 saved rows take {more} bytes, expected {rows}");
 }
 
 #[test]
@@ -141,11 +79,7 @@ fn bad_input_is_named_with_what_is_allowed() {
     for (args, value, allowed) in [
         (&["--shape", "olmo"][..], "olmo", "olmoe-1b-7b"),
         (&["--shape", "60x32x4x2"], "60", "multiple of 8"),
-        (
-            &["--shape", "64x32x4x2", "--ranks", "3"],
-            "3",
-            "divide the number of experts (4)",
-        ),
+        (&["--shape", "64x32x4x2", "--ranks", "3"], "3", "divide the number of experts (4)"),
         (&["--ranks", "0"], "0", "1 to"),
         (&["--tokens", "0"], "0", "1 to"),
         (&["--repeat", "0"], "0", "1 to"),

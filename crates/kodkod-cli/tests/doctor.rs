@@ -5,11 +5,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 fn doctor(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_kodkod"))
-        .arg("doctor")
-        .args(args)
-        .output()
-        .expect("kodkod runs")
+    Command::new(env!("CARGO_BIN_EXE_kodkod")).arg("doctor").args(args).output().expect("kodkod runs")
 }
 
 #[test]
@@ -26,11 +22,7 @@ fn says_what_is_there_and_passes_its_own_test() {
     assert!(report["cores"].as_u64().unwrap() >= 1);
     let levels = report["instruction_sets"].as_array().unwrap();
     assert!(levels.iter().any(|level| level["name"] == "scalar"));
-    assert!(
-        levels
-            .iter()
-            .all(|level| level["dense_tflops"].as_f64().unwrap() > 0.0)
-    );
+    assert!(levels.iter().all(|level| level["dense_tflops"].as_f64().unwrap() > 0.0));
     assert!(report["self_test"].as_array().unwrap().len() >= 3);
 }
 

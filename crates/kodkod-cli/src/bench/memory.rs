@@ -38,20 +38,10 @@ pub(super) fn measure<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
     let mut rows = Vec::new();
     for named in &args.shape {
         let shape = &named.shape;
-        let saved_rows = args
-            .knobs
-            .saved_rows
-            .map_or(vec![0, Knobs::ALL], |rows| vec![rows]);
-        for (&ranks, &saved_rows) in args
-            .ranks
-            .iter()
-            .flat_map(|r| saved_rows.iter().map(move |s| (r, s)))
-        {
+        let saved_rows = args.knobs.saved_rows.map_or(vec![0, Knobs::ALL], |rows| vec![rows]);
+        for (&ranks, &saved_rows) in args.ranks.iter().flat_map(|r| saved_rows.iter().map(move |s| (r, s))) {
             for &tokens in &args.tokens {
-                let knobs = Knobs {
-                    saved_rows,
-                    ..args.knobs.knobs(shape)
-                };
+                let knobs = Knobs { saved_rows, ..args.knobs.knobs(shape) };
                 let group = args.cpu.group(ranks)?;
                 let step: Step<T> = random_step(shape, tokens * ranks, true, 1);
                 let routing = step.routing(&vec![tokens; ranks])?;
@@ -59,15 +49,7 @@ pub(super) fn measure<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
                 let weights = step.weights.as_ref();
                 let (y, context) = layer.forward(&step.x, &routing, &weights)?;
                 let mut gradients = WeightGradients::zeros(shape);
-                layer.backward(
-                    &context,
-                    &y,
-                    &step.x,
-                    &routing,
-                    &weights,
-                    gradients.as_mut(),
-                    false,
-                )?;
+                layer.backward(&context, &y, &step.x, &routing, &weights, gradients.as_mut(), false)?;
                 let slot_bytes = ranks * tokens * shape.slots() * (shape.hidden * size_of::<T>() + 4);
                 let peak_bytes = group.memory().1;
                 rows.push(Row {
@@ -125,8 +107,5 @@ pub(super) fn measure<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 fn most_rows(shape: &kodkod::Shape, routing: &Routing) -> usize {
-    (0..routing.ranks())
-        .map(|rank| Schedule::new(shape, routing, rank).sources.len())
-        .max()
-        .unwrap_or(0)
+    (0..routing.ranks()).map(|rank| Schedule::new(shape, routing, rank).sources.len()).max().unwrap_or(0)
 }
