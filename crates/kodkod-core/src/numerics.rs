@@ -137,6 +137,48 @@ impl Act {
     }
 }
 
+/// Rounds `g` and `u` for storage so that each stays on its side of the clamp. Plain rounding would move what is just
+/// beyond the limit onto it, and the backward, which knows only the stored value, would let a gradient pass that is zero.
+#[derive(Debug, Clone, Copy)]
+pub struct ClampRounding {
+    limit: f32,
+    inside: f32,
+    beyond: f32,
+}
+
+impl ClampRounding {
+    /// For rows of `T`; `None` where nothing is clamped.
+    pub fn new<T: Element>(act: &Act) -> Option<Self> {
+        let dropped_bits = match T::PRECISION {
+            Precision::Bf16 => 16,
+            Precision::F32 => 0,
+        };
+        let limit = act.limit;
+        let inside = limit.to_bits() >> dropped_bits;
+        let value = |kept: u32| f32::from_bits(kept << dropped_bits);
+        limit.is_finite().then(|| ClampRounding { limit, inside: value(inside), beyond: value(inside + 1) })
+    }
+
+    /// Rounds `g`, whose clamp is one-sided.
+    #[inline(always)]
+    pub fn gate<T: Element>(&self, g: f32) -> T {
+        T::from_f32(self.keep_side(g, T::from_f32(g).to_f32()))
+    }
+
+    /// Rounds `u`, whose clamp is two-sided.
+    #[inline(always)]
+    pub fn up<T: Element>(&self, u: f32) -> T {
+        T::from_f32(self.keep_side(u.abs(), T::from_f32(u).to_f32().abs()).copysign(u))
+    }
+
+    #[inline(always)]
+    fn keep_side(&self, exact: f32, rounded: f32) -> f32 {
+        let not_inside = if rounded < self.beyond { self.beyond } else { rounded };
+        let not_beyond = if rounded > self.inside { self.inside } else { rounded };
+        if exact > self.limit { not_inside } else { not_beyond }
+    }
+}
+
 /// Lanes of a [`dot`]: sixteen partial sums, then a fixed tree.
 const LANES: usize = 16;
 
@@ -194,6 +236,30 @@ mod tests {
         assert!(exp(f32::NAN).is_nan() && sigmoid(f32::NAN).is_nan());
         assert_eq!(sigmoid(200.0), 1.0);
         assert!(sigmoid(-200.0) >= 0.0 && sigmoid(-200.0) < 1e-37);
+    }
+
+    #[test]
+    fn rounding_keeps_the_side_of_the_clamp() {
+        for limit in [7.0_f32, 0.8, 1e-3, 3.3e38] {
+            let act = Act::from(Activation::SwiGlu { limit: Some(limit) });
+            let bf16s = ClampRounding::new::<bf16>(&act).unwrap();
+            let f32s = ClampRounding::new::<f32>(&act).unwrap();
+            for ulps in -70_000..=70_000_i32 {
+                let v = f32::from_bits(limit.to_bits().wrapping_add_signed(ulps));
+                let (g, u) = (bf16s.gate::<bf16>(v).to_f32(), bf16s.up::<bf16>(-v).to_f32());
+                assert_eq!((g > limit, u < -limit), (v > limit, v > limit), "{v} of limit {limit}: {g}, {u}");
+                assert!(v > f32::MAX / 2.0 || (g - v).abs() <= v / 128.0, "{v} of limit {limit}: {g}");
+                assert_eq!((f32s.gate::<f32>(v), f32s.up::<f32>(-v)), (v, -v));
+            }
+            for v in [-limit * 2.0, -limit, 0.3 * limit, 2.5 * limit, f32::NEG_INFINITY, f32::INFINITY] {
+                let plain = <bf16 as Element>::from_f32(v);
+                let far = v.abs() != limit;
+                assert!(!far || bf16s.gate::<bf16>(v) == plain, "{v} of limit {limit}");
+                assert!(!far || bf16s.up::<bf16>(v) == plain, "{v} of limit {limit}");
+            }
+            assert!(bf16s.gate::<bf16>(f32::NAN).is_nan() && bf16s.up::<bf16>(f32::NAN).is_nan());
+        }
+        assert!(ClampRounding::new::<bf16>(&Act::from(Activation::SwiGlu { limit: None })).is_none());
     }
 
     #[test]

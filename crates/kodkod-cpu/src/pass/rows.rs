@@ -4,7 +4,7 @@
 //! the same order, hence the same bits. Nothing here may fuse a multiply with an add.
 
 use kodkod_core::Element;
-use kodkod_core::numerics::{Act, dot};
+use kodkod_core::numerics::{Act, ClampRounding, dot};
 
 use crate::gemm::Isa;
 
@@ -42,24 +42,36 @@ macro_rules! per_isa {
 }
 
 per_isa! {
-    /// `g`, `u` rounded from their accumulators plus biases (0.0 where there are none).
+    /// `g`, `u` rounded from their accumulators plus biases (0.0 where there are none), on their side of the clamp.
     fn store_gate_up<T: Element>(
-        acc_g: &[f32], acc_u: &[f32], bias: Option<(&[f32], &[f32])>, g: &mut [T], u: &mut [T],
+        act: &Act, acc_g: &[f32], acc_u: &[f32], bias: Option<(&[f32], &[f32])>, g: &mut [T], u: &mut [T],
     ) {
         let n = acc_g.len();
         let (acc_u, g, u) = (&acc_u[..n], &mut g[..n], &mut u[..n]);
-        match bias {
-            None => {
+        let bias = bias.map(|(bias_g, bias_u)| (&bias_g[..n], &bias_u[..n]));
+        match (bias, ClampRounding::new::<T>(act)) {
+            (None, None) => {
                 for i in 0..n {
                     g[i] = T::from_f32(acc_g[i]);
                     u[i] = T::from_f32(acc_u[i]);
                 }
             }
-            Some((bias_g, bias_u)) => {
-                let (bias_g, bias_u) = (&bias_g[..n], &bias_u[..n]);
+            (Some((bias_g, bias_u)), None) => {
                 for i in 0..n {
                     g[i] = T::from_f32(acc_g[i] + bias_g[i]);
                     u[i] = T::from_f32(acc_u[i] + bias_u[i]);
+                }
+            }
+            (None, Some(clamp)) => {
+                for i in 0..n {
+                    g[i] = clamp.gate(acc_g[i]);
+                    u[i] = clamp.up(acc_u[i]);
+                }
+            }
+            (Some((bias_g, bias_u)), Some(clamp)) => {
+                for i in 0..n {
+                    g[i] = clamp.gate(acc_g[i] + bias_g[i]);
+                    u[i] = clamp.up(acc_u[i] + bias_u[i]);
                 }
             }
         }
