@@ -1,8 +1,8 @@
 //! The five knobs: each trades one thing for another, none changes a bit of the result.
 
+use crate::ROW_BLOCK;
 use crate::error::{Error, Result};
 use crate::shape::Shape;
-use crate::ROW_BLOCK;
 
 /// How a pass is cut into pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

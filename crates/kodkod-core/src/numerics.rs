@@ -23,7 +23,9 @@ mod sealed {
 }
 
 /// A storage type of rows and weights: [`bf16`] or `f32`.
-pub trait Element: sealed::Sealed + Copy + Send + Sync + Default + PartialEq + std::fmt::Debug + 'static {
+pub trait Element:
+    sealed::Sealed + Copy + Send + Sync + Default + PartialEq + std::fmt::Debug + 'static
+{
     /// The precision that this type stands for.
     const PRECISION: Precision;
     /// Exact.
@@ -70,7 +72,7 @@ impl Element for f32 {
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    const LN2_HI: f32 = 0.693_359_375;
+    const LN2_HI: f32 = 355.0 / 512.0;
     const LN2_LO: f32 = -2.121_944_4e-4;
     let x = if x > 88.0 { 88.0 } else { x };
     let x = if x < -88.0 { -88.0 } else { x };
@@ -276,7 +278,10 @@ mod tests {
                 let e = 1e-2;
                 let ng = (a.forward(g + e, u) - a.forward(g - e, u)) / (2.0 * e);
                 let nu = (a.forward(g, u + e) - a.forward(g, u - e)) / (2.0 * e);
-                assert!((ng - dg).abs() < 1e-3 && (nu - du).abs() < 1e-3, "{act:?} {g} {u}: {ng} {dg}, {nu} {du}");
+                assert!(
+                    (ng - dg).abs() < 1e-3 && (nu - du).abs() < 1e-3,
+                    "{act:?} {g} {u}: {ng} {dg}, {nu} {du}"
+                );
             }
         }
     }

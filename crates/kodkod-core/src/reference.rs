@@ -53,21 +53,14 @@ impl Outputs {
         let Some(gradients) = &self.gradients else {
             return all;
         };
-        all.extend([
-            ("dx", &gradients.dx[..]),
-            ("d_topk_weights", &gradients.d_topk_weights),
-        ]);
+        all.extend([("dx", &gradients.dx[..]), ("d_topk_weights", &gradients.d_topk_weights)]);
         let w = &gradients.weights;
         all.extend([("dw_gate", &w.gate[..]), ("dw_up", &w.up), ("dw_down", &w.down)]);
         if let Some(b) = &w.biases {
             all.extend([("db_gate", &b.gate[..]), ("db_up", &b.up), ("db_down", &b.down)]);
         }
         if let Some(s) = &w.shared {
-            all.extend([
-                ("d_shared_gate", &s.gate[..]),
-                ("d_shared_up", &s.up),
-                ("d_shared_down", &s.down),
-            ]);
+            all.extend([("d_shared_gate", &s.gate[..]), ("d_shared_up", &s.up), ("d_shared_down", &s.down)]);
             all.extend(s.output_gate.as_ref().map(|g| ("d_shared_output_gate", &g[..])));
         }
         all
@@ -98,11 +91,7 @@ pub fn layer<T: Element>(
     for (route, &id) in routing.ids().iter().enumerate().filter(|(_, id)| **id >= 0) {
         routes_of[id as usize].push(route);
     }
-    for (e, routes) in routes_of
-        .iter()
-        .enumerate()
-        .filter(|(_, routes)| !routes.is_empty())
-    {
+    for (e, routes) in routes_of.iter().enumerate().filter(|(_, routes)| !routes.is_empty()) {
         let (inner, outer, matrix) = (e * i..(e + 1) * i, e * h..(e + 1) * h, e * i * h..(e + 1) * i * h);
         let expert = Expert {
             activation: shape.activation,
@@ -118,15 +107,8 @@ pub fn layer<T: Element>(
             }),
         };
         let tokens: Vec<_> = routes.iter().map(|route| route / shape.top_k).collect();
-        let w: Vec<_> = routes
-            .iter()
-            .map(|&route| f64::from(routing.weights()[route]))
-            .collect();
-        let rows = Rows {
-            x: gather(x, &tokens, h),
-            dy: dy.map(|dy| gather(dy, &tokens, h)),
-            w,
-        };
+        let w: Vec<_> = routes.iter().map(|&route| f64::from(routing.weights()[route])).collect();
+        let rows = Rows { x: gather(x, &tokens, h), dy: dy.map(|dy| gather(dy, &tokens, h)), w };
         let out = expert.run(&rows);
         scatter(&mut y, &out.y, &tokens, &rows.w, h);
         let (Some(all), Some(back)) = (&mut gradients, out.back) else {
@@ -161,11 +143,7 @@ pub fn layer<T: Element>(
         let output_gate = shared.output_gate.map(widen::<f32>);
         let gate_of = |row: &[f64]| output_gate.as_ref().map_or(1.0, |gate| sigmoid(dot(row, gate)));
         let w = x.chunks_exact(h).map(gate_of).collect();
-        let rows = Rows {
-            x,
-            dy: dy.map(|dy| gather(dy, &tokens, h)),
-            w,
-        };
+        let rows = Rows { x, dy: dy.map(|dy| gather(dy, &tokens, h)), w };
         let out = expert.run(&rows);
         scatter(&mut y, &out.y, &tokens, &rows.w, h);
         if let (Some(all), Some(back)) = (&mut gradients, out.back) {
@@ -203,12 +181,7 @@ fn validate<T: Element>(
     }
     if let Some(at) = routing.ids().iter().position(|&id| id >= shape.experts as i32) {
         let (token, slot) = (at / shape.top_k, at % shape.top_k);
-        return Err(Error::ExpertId {
-            token,
-            slot,
-            id: routing.ids()[at].into(),
-            experts: shape.experts,
-        });
+        return Err(Error::ExpertId { token, slot, id: routing.ids()[at].into(), experts: shape.experts });
     }
     let dims = [("tokens", routing.tokens()), ("hidden", shape.hidden)];
     Error::check_len("x", x.len(), &dims)?;
@@ -265,11 +238,7 @@ impl<T: Element> Expert<'_, T> {
                 u[r * i + j] = dot(x, &up) + bias_up[j];
             }
         }
-        let hidden: Vec<_> = g
-            .iter()
-            .zip(&u)
-            .map(|(&g, &u)| activate(self.activation, g, u).h)
-            .collect();
+        let hidden: Vec<_> = g.iter().zip(&u).map(|(&g, &u)| activate(self.activation, g, u).h).collect();
         let mut y = vec![0.0; n * h];
         let mut dh = vec![0.0; n * i];
         for o in 0..h {
@@ -289,11 +258,7 @@ impl<T: Element> Expert<'_, T> {
             .map(|r| dot(&dh[row(r, i)], &hidden[row(r, i)]) + dot(&dy[row(r, h)], &bias_down))
             .collect();
         let mut d_down = vec![0.0; h * i];
-        let mut d_biases = Biases {
-            gate: vec![0.0; i],
-            up: vec![0.0; i],
-            down: vec![0.0; h],
-        };
+        let mut d_biases = Biases { gate: vec![0.0; i], up: vec![0.0; i], down: vec![0.0; h] };
         for o in 0..h {
             for r in 0..n {
                 let scaled = rows.w[r] * dy[r * h + o];
@@ -323,17 +288,7 @@ impl<T: Element> Expert<'_, T> {
                 d_biases.up[j] += du;
             }
         }
-        Out {
-            y,
-            back: Some(Back {
-                dx,
-                dw,
-                gate: d_gate,
-                up: d_up,
-                down: d_down,
-                biases: d_biases,
-            }),
-        }
+        Out { y, back: Some(Back { dx, dw, gate: d_gate, up: d_up, down: d_down, biases: d_biases }) }
     }
 }
 
@@ -390,10 +345,7 @@ fn widen<T: Element>(values: &[T]) -> Vec<f64> {
 }
 
 fn gather<T: Element>(from: &[T], tokens: &[usize], width: usize) -> Vec<f64> {
-    tokens
-        .iter()
-        .flat_map(|t| widen(&from[t * width..(t + 1) * width]))
-        .collect()
+    tokens.iter().flat_map(|t| widen(&from[t * width..(t + 1) * width])).collect()
 }
 
 fn scatter(to: &mut [f64], rows: &[f64], tokens: &[usize], scales: &[f64], width: usize) {
@@ -455,12 +407,8 @@ mod tests {
 
     impl Step {
         fn new(shape: Shape, ids: Vec<i32>, random: &mut Random) -> Self {
-            let (h, i, e, tokens) = (
-                shape.hidden,
-                shape.intermediate,
-                shape.experts,
-                ids.len() / shape.top_k,
-            );
+            let (h, i, e, tokens) =
+                (shape.hidden, shape.intermediate, shape.experts, ids.len() / shape.top_k);
             let mut inputs = vec![
                 ("dx", random.list(tokens * h, 1.0)),
                 ("d_topk_weights", random.list(ids.len(), 1.0)),
@@ -514,12 +462,7 @@ mod tests {
 
         /// `dy . y`, the number that all gradients are of.
         fn loss(&self, dy: &[f32]) -> f64 {
-            self.run(None)
-                .y
-                .iter()
-                .zip(dy)
-                .map(|(y, dy)| y * f64::from(*dy))
-                .sum()
+            self.run(None).y.iter().zip(dy).map(|(y, dy)| y * f64::from(*dy)).sum()
         }
     }
 
@@ -528,52 +471,18 @@ mod tests {
         let oai = |limit| Activation::SwiGluOai { alpha: 1.702, limit };
         vec![
             ("plain", plain.clone()),
-            (
-                "clamped",
-                Shape {
-                    activation: Activation::SwiGlu { limit: Some(0.7) },
-                    ..plain.clone()
-                },
-            ),
-            (
-                "gpt-oss",
-                Shape {
-                    activation: oai(Some(0.7)),
-                    biases: true,
-                    ..plain.clone()
-                },
-            ),
-            (
-                "alpha",
-                Shape {
-                    activation: oai(None),
-                    ..plain.clone()
-                },
-            ),
-            (
-                "biases",
-                Shape {
-                    biases: true,
-                    ..plain.clone()
-                },
-            ),
+            ("clamped", Shape { activation: Activation::SwiGlu { limit: Some(0.7) }, ..plain.clone() }),
+            ("gpt-oss", Shape { activation: oai(Some(0.7)), biases: true, ..plain.clone() }),
+            ("alpha", Shape { activation: oai(None), ..plain.clone() }),
+            ("biases", Shape { biases: true, ..plain.clone() }),
             (
                 "shared",
-                Shape {
-                    shared: Some(Shared {
-                        intermediate: 24,
-                        output_gate: false,
-                    }),
-                    ..plain.clone()
-                },
+                Shape { shared: Some(Shared { intermediate: 24, output_gate: false }), ..plain.clone() },
             ),
             (
                 "all",
                 Shape {
-                    shared: Some(Shared {
-                        intermediate: 8,
-                        output_gate: true,
-                    }),
+                    shared: Some(Shared { intermediate: 8, output_gate: true }),
                     activation: oai(Some(1.1)),
                     biases: true,
                     ..plain
@@ -630,12 +539,7 @@ mod tests {
         assert!(at > 0.0 && beyond == 0.0, "{at} {beyond}");
         for sign in [1.0, -1.0] {
             let [at, beyond] = [f64::from(limit), next].map(|u| activate(act, 0.25, sign * u));
-            assert!(
-                at.du > 0.0 && beyond.du == 0.0 && at.h == beyond.h,
-                "{} {}",
-                at.du,
-                beyond.du
-            );
+            assert!(at.du > 0.0 && beyond.du == 0.0 && at.h == beyond.h, "{} {}", at.du, beyond.du);
         }
         assert!(activate(act, -9.0, 0.25).dg != 0.0, "g has no lower clamp");
         assert!(activate(act, f64::NAN, 0.0).h.is_nan() && activate(act, 0.0, f64::NAN).h.is_nan());
@@ -648,20 +552,11 @@ mod tests {
         let dy = random.list(5 * 8, 1.0);
         let out = step.run(Some(&dy));
         let gradients = out.gradients.unwrap();
-        assert!(
-            out.y[16..24]
-                .iter()
-                .chain(&gradients.dx[16..24])
-                .all(|v| *v == 0.0),
-            "token 2 has no route"
-        );
+        assert!(out.y[16..24].iter().chain(&gradients.dx[16..24]).all(|v| *v == 0.0), "token 2 has no route");
         for (route, id) in IDS.iter().enumerate() {
             assert_eq!(*id == -1, gradients.d_topk_weights[route] == 0.0, "route {route}");
         }
-        assert!(
-            gradients.weights.gate[2 * 64..3 * 64].iter().all(|v| *v == 0.0),
-            "expert 2 has no rows"
-        );
+        assert!(gradients.weights.gate[2 * 64..3 * 64].iter().all(|v| *v == 0.0), "expert 2 has no rows");
         // Token 3: expert 1 twice is expert 1 once with the sum of both weights.
         let mut merged = step.clone();
         merged.ids[10] = -1;
@@ -676,18 +571,10 @@ mod tests {
         let step = Step::new(Shape::new(8, 8, 4, 3), IDS.to_vec(), &mut Random(3));
         let routing = Routing::new(&step.shape, &IDS, step.get("d_topk_weights").unwrap(), &[5]).unwrap();
         let w = step.get("dw_gate").unwrap();
-        let weights = Weights {
-            gate: w,
-            up: w,
-            down: w,
-            biases: None,
-            shared: None,
-        };
+        let weights = Weights { gate: w, up: w, down: w, biases: None, shared: None };
         let x = step.get("dx").unwrap();
         for (x, dy, word) in [(&x[1..], None, "x has 39"), (x, Some(&x[2..]), "dy has 38")] {
-            let error = layer(&step.shape, x, dy, &routing, &weights)
-                .unwrap_err()
-                .to_string();
+            let error = layer(&step.shape, x, dy, &routing, &weights).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         }
     }

@@ -43,7 +43,8 @@ impl Routing {
         }
         let mut first_token = vec![0_usize];
         for &tokens in tokens_per_rank {
-            let sum = first_token[first_token.len() - 1].checked_add(tokens).filter(|&n| n <= Self::MAX_TOKENS);
+            let sum =
+                first_token[first_token.len() - 1].checked_add(tokens).filter(|&n| n <= Self::MAX_TOKENS);
             first_token.push(sum.ok_or_else(|| {
                 let allowed = format!("at most {} tokens in all are allowed", Self::MAX_TOKENS);
                 Error::invalid("tokens_per_rank", tokens, allowed)

@@ -4,10 +4,10 @@
 //! depends on no rank count. The shared experts are one more expert, the last: a global block of [`ROW_BLOCK`]
 //! tokens belongs to the rank that holds its first token, so that this order depends on no rank count either.
 
+use crate::ROW_BLOCK;
 use crate::error::{Error, Result};
 use crate::routing::Routing;
 use crate::shape::Shape;
-use crate::ROW_BLOCK;
 
 /// Where a row comes from and where its results go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,7 +75,8 @@ impl Schedule {
     pub fn new(shape: &Shape, routing: &Routing, rank: usize) -> Self {
         let experts = experts_per_rank(shape, routing.ranks()).expect("ranks divide experts");
         let (first, slots) = ((rank * experts) as i32, shape.slots());
-        let local = |id: i32| Some((id - first) as usize).filter(|_| id >= first && id < first + experts as i32);
+        let local =
+            |id: i32| Some((id - first) as usize).filter(|_| id >= first && id < first + experts as i32);
         let mut rows = vec![0_u32; experts];
         routing.ids().iter().filter_map(|&id| local(id)).for_each(|e| rows[e] += 1);
         let tokens = routing.tokens();

@@ -114,7 +114,11 @@ impl Shape {
     /// [`Error::Invalid`] that names the first size which is not.
     pub fn validate(&self) -> Result<()> {
         let width = |name: &str, value: usize| match value {
-            0 => Err(Error::invalid(name, value, format!("a positive multiple of {} is needed", Self::MULTIPLE))),
+            0 => Err(Error::invalid(
+                name,
+                value,
+                format!("a positive multiple of {} is needed", Self::MULTIPLE),
+            )),
             v if v % Self::MULTIPLE != 0 => {
                 Err(Error::invalid(name, value, format!("it must be a multiple of {}", Self::MULTIPLE)))
             }
@@ -127,7 +131,11 @@ impl Shape {
             width("shared intermediate", shared.intermediate)?;
         }
         if self.experts == 0 || self.experts > Self::MAX_EXPERTS {
-            return Err(Error::invalid("experts", self.experts, format!("1 to {} are allowed", Self::MAX_EXPERTS)));
+            return Err(Error::invalid(
+                "experts",
+                self.experts,
+                format!("1 to {} are allowed", Self::MAX_EXPERTS),
+            ));
         }
         if self.top_k == 0 || self.top_k > Self::MAX_TOP_K {
             return Err(Error::invalid("top_k", self.top_k, format!("1 to {} are allowed", Self::MAX_TOP_K)));

@@ -69,7 +69,8 @@ impl<T> Weights<'_, T> {
     /// # Errors
     /// [`Error::Length`] or [`Error::Invalid`] that names the weight.
     pub fn validate(&self, shape: &Shape) -> Result<()> {
-        let (e, h, i) = (("experts", shape.experts), ("hidden", shape.hidden), ("intermediate", shape.intermediate));
+        let (e, h, i) =
+            (("experts", shape.experts), ("hidden", shape.hidden), ("intermediate", shape.intermediate));
         Error::check_len("w_gate", self.gate.len(), &[e, i, h])?;
         Error::check_len("w_up", self.up.len(), &[e, i, h])?;
         Error::check_len("w_down", self.down.len(), &[e, h, i])?;
@@ -131,7 +132,11 @@ impl WeightGradients<Vec<f32>> {
             gate: &mut self.gate,
             up: &mut self.up,
             down: &mut self.down,
-            biases: self.biases.as_mut().map(|b| Biases { gate: &mut b.gate[..], up: &mut b.up, down: &mut b.down }),
+            biases: self.biases.as_mut().map(|b| Biases {
+                gate: &mut b.gate[..],
+                up: &mut b.up,
+                down: &mut b.down,
+            }),
             shared: self.shared.as_mut().map(|s| SharedWeights {
                 gate: &mut s.gate[..],
                 up: &mut s.up,
@@ -163,7 +168,8 @@ impl WeightGradients<&mut [f32]> {
     /// # Errors
     /// [`Error::Length`] or [`Error::Invalid`] that names the gradient.
     pub fn validate(&self, shape: &Shape) -> Result<()> {
-        let (e, h, i) = (("experts", shape.experts), ("hidden", shape.hidden), ("intermediate", shape.intermediate));
+        let (e, h, i) =
+            (("experts", shape.experts), ("hidden", shape.hidden), ("intermediate", shape.intermediate));
         Error::check_len("dw_gate", self.gate.len(), &[e, i, h])?;
         Error::check_len("dw_up", self.up.len(), &[e, i, h])?;
         Error::check_len("dw_down", self.down.len(), &[e, h, i])?;

@@ -94,8 +94,9 @@ impl CpuGroup {
         }
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if options.threads == 0 { cores().min(MOST) } else { options.threads };
-        let pool = Pool::new(threads)
-            .map_err(|error| Error::invalid("threads", threads, format!("the system refused one: {error}")))?;
+        let pool = Pool::new(threads).map_err(|error| {
+            Error::invalid("threads", threads, format!("the system refused one: {error}"))
+        })?;
         let workers = (0..pool.workers()).map(|_| Mutex::new(Worker::new())).collect();
         let machine = Machine { pool, workers, ring: vec![], ring_rows: vec![], ring_holder: None };
         Ok(CpuGroup { isa, threads, options, arena: Arc::default(), machine: Mutex::new(machine) })
@@ -140,10 +141,12 @@ impl CpuGroup {
         weights: &Weights<T>,
     ) -> Result<(Vec<T>, Saved<T>)> {
         experts_per_rank(shape, routing.ranks())?;
-        let schedules: Vec<_> = (0..routing.ranks()).map(|rank| Schedule::new(shape, routing, rank)).collect();
+        let schedules: Vec<_> =
+            (0..routing.ranks()).map(|rank| Schedule::new(shape, routing, rank)).collect();
         let programs = Program::all(Pass::Forward, shape, knobs, &TILES, routing, &schedules, false);
         let widths = row_widths(shape);
-        let rows = programs.iter().map(|p| widths.map(|w| self.arena.take(p.saved_slot_rows() * w))).collect();
+        let rows =
+            programs.iter().map(|p| widths.map(|w| self.arena.take(p.saved_slot_rows() * w))).collect();
         let call = CALLS.fetch_add(1, Ordering::Relaxed);
         let saved =
             Saved { call, shape: shape.clone(), knobs: *knobs, routing: routing.clone(), schedules, rows };
@@ -206,7 +209,9 @@ impl CpuGroup {
         let pass: Vec<_> = programs
             .iter()
             .enumerate()
-            .map(|(rank, p)| PassBuffers::new(&self.arena, shape, p, saved.routing.tokens_of(rank).len(), backward))
+            .map(|(rank, p)| {
+                PassBuffers::new(&self.arena, shape, p, saved.routing.tokens_of(rank).len(), backward)
+            })
             .collect();
         let memory = (0..programs.len()).map(|r| pass[r].memory(&saved.rows[r], &machine.ring[r])).collect();
         let tasks = Tasks {

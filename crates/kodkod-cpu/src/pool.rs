@@ -59,7 +59,9 @@ impl Pool {
     pub(crate) fn run(&mut self, job: &(dyn Fn(usize) + Sync)) -> Result<(), String> {
         // SAFETY: only the lifetime changes; this function does not return before `running` is 0 again, and a
         // worker uses the pointer only while it is counted there.
-        let job_ptr = JobPtr(unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(job) });
+        let job_ptr = JobPtr(unsafe {
+            std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(job)
+        });
         {
             let mut state = self.lock();
             state.job = Some(job_ptr);
@@ -141,7 +143,10 @@ mod tests {
         let mut pool = Pool::new(4).unwrap();
         let count = AtomicUsize::new(0);
         for _ in 0..100 {
-            pool.run(&|_| { count.fetch_add(1, Ordering::Relaxed); }).unwrap();
+            pool.run(&|_| {
+                count.fetch_add(1, Ordering::Relaxed);
+            })
+            .unwrap();
         }
         assert_eq!(count.load(Ordering::Relaxed), 400);
         assert_eq!(pool.run(&|w| assert!(w != 2, "worker two")), Err("worker two".into()));

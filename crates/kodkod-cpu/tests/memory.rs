@@ -7,35 +7,17 @@ use kodkod_cpu::{CpuGroup, CpuOptions};
 /// Peak bytes of a forward and backward, without the combine and input-gradient slots.
 fn peak_beyond_slots(tokens: usize, saved: usize) -> usize {
     let shape = Shape::new(128, 64, 4, 4);
-    let group = CpuGroup::new(CpuOptions {
-        ranks: 2,
-        threads: 2,
-        ..CpuOptions::default()
-    })
-    .unwrap();
+    let group = CpuGroup::new(CpuOptions { ranks: 2, threads: 2, ..CpuOptions::default() }).unwrap();
     let x = vec![bf16::ONE; tokens * 128];
     let weight = vec![bf16::from_f32(0.01); 4 * 64 * 128];
-    let weights = Weights {
-        gate: &weight[..],
-        up: &weight,
-        down: &weight,
-        biases: None,
-        shared: None,
-    };
+    let weights = Weights { gate: &weight[..], up: &weight, down: &weight, biases: None, shared: None };
     let ids: Vec<i32> = (0..tokens * 4).map(|i| (i % 4) as i32).collect();
-    let routing = Routing::new(
-        &shape,
-        &ids,
-        &vec![0.25; tokens * 4],
-        &Routing::even_split(tokens, 2),
-    )
-    .unwrap();
+    let routing =
+        Routing::new(&shape, &ids, &vec![0.25; tokens * 4], &Routing::even_split(tokens, 2)).unwrap();
     let knobs = Knobs::for_shape(&shape).with_rows(Some(128), Some(256), Some(saved));
     let (y, saved) = group.forward(&shape, &knobs, &x, &routing, &weights).unwrap();
     let mut gradients = WeightGradients::zeros(&shape);
-    group
-        .backward(&saved, &y, &x, &weights, gradients.as_mut(), false)
-        .unwrap();
+    group.backward(&saved, &y, &x, &weights, gradients.as_mut(), false).unwrap();
     // One slot a route, and its router gradient; the forward's are used again by the backward.
     group.memory().1 - tokens * 4 * (128 * size_of::<bf16>() + size_of::<f32>())
 }
@@ -52,9 +34,6 @@ fn peak_follows_the_knobs_and_not_the_tokens() {
     // A saved row is x, g and u: 2 bytes for each of 128 + 64 + 64 columns, on two ranks.
     for (rows, peak) in [(512, saved[1]), (1024, saved[2]), (2048, saved[3])] {
         let expected = saved[0] + 2 * rows * 2 * (128 + 64 + 64);
-        assert!(
-            peak.abs_diff(expected) <= page,
-            "{rows} rows: {peak} against {expected}"
-        );
+        assert!(peak.abs_diff(expected) <= page, "{rows} rows: {peak} against {expected}");
     }
 }

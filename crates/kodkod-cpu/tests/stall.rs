@@ -20,18 +20,10 @@ struct Step {
 impl Step {
     fn new() -> Self {
         let shape = Shape::new(64, 64, 4, 2);
-        let values = |n: usize| {
-            (0..n)
-                .map(|i| bf16::from_f32((i % 13) as f32 * 0.1 - 0.6))
-                .collect::<Vec<_>>()
-        };
+        let values =
+            |n: usize| (0..n).map(|i| bf16::from_f32((i % 13) as f32 * 0.1 - 0.6)).collect::<Vec<_>>();
         let ids = (0..TOKENS * 2).map(|i| (i * 7 % 4) as i32).collect();
-        Step {
-            x: values(TOKENS * 64),
-            weight: values(4 * 64 * 64),
-            ids,
-            shape,
-        }
+        Step { x: values(TOKENS * 64), weight: values(4 * 64 * 64), ids, shape }
     }
 
     fn run(
@@ -41,19 +33,10 @@ impl Step {
         stall: Option<StallHook>,
         backward: bool,
     ) -> Result<(), Error> {
-        let good = CpuGroup::new(CpuOptions {
-            ranks,
-            threads,
-            ..CpuOptions::default()
-        })?;
+        let good = CpuGroup::new(CpuOptions { ranks, threads, ..CpuOptions::default() })?;
         let wait_limit = Duration::from_millis(40);
-        let stalled = CpuGroup::new(CpuOptions {
-            ranks,
-            threads,
-            wait_limit,
-            stall,
-            ..CpuOptions::default()
-        })?;
+        let stalled =
+            CpuGroup::new(CpuOptions { ranks, threads, wait_limit, stall, ..CpuOptions::default() })?;
         let weights = Weights {
             gate: &self.weight[..],
             up: &self.weight,
@@ -61,12 +44,8 @@ impl Step {
             biases: None,
             shared: None,
         };
-        let routing = Routing::new(
-            &self.shape,
-            &self.ids,
-            &[0.5; TOKENS * 2],
-            &Routing::even_split(TOKENS, ranks),
-        )?;
+        let routing =
+            Routing::new(&self.shape, &self.ids, &[0.5; TOKENS * 2], &Routing::even_split(TOKENS, ranks))?;
         let knobs = Knobs::for_shape(&self.shape).with_rows(Some(128), Some(128), Some(0));
         let mut gradients = WeightGradients::zeros(&self.shape);
         if backward {
@@ -86,23 +65,15 @@ fn every_rank_is_named_within_the_limit() {
         for backward in [false, true] {
             for stream in [Stream::Comm, Stream::Compute] {
                 for ticket in [0, 1, u64::MAX] {
-                    let hook = StallHook {
-                        rank: ranks - 1,
-                        stream,
-                        ticket,
-                    };
+                    let hook = StallHook { rank: ranks - 1, stream, ticket };
                     let start = Instant::now();
                     let error = step.run(ranks, threads, Some(hook), backward).unwrap_err();
                     let took = start.elapsed();
-                    let Error::Stalled(stalls) = &error else {
-                        panic!("{error}")
-                    };
+                    let Error::Stalled(stalls) = &error else { panic!("{error}") };
                     let named: Vec<_> = stalls.iter().map(|s| s.rank).collect();
                     assert_eq!(named, (0..ranks).collect::<Vec<_>>(), "{error}");
                     assert!(
-                        stalls
-                            .iter()
-                            .all(|s| !s.task.is_empty() && s.counter.contains("rank")),
+                        stalls.iter().all(|s| !s.task.is_empty() && s.counter.contains("rank")),
                         "{error}"
                     );
                     assert!(took < Duration::from_secs(5), "{took:?}");

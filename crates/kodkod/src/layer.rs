@@ -101,10 +101,18 @@ impl<T: Element> MoeLayer<T> {
         self.check("dy", dy, routing, weights)?;
         gradients.validate(&self.shape)?;
         if *context.saved.shape() != self.shape {
-            return Err(Error::invalid("context", "of another shape", "the context of this layer's forward is needed"));
+            return Err(Error::invalid(
+                "context",
+                "of another shape",
+                "the context of this layer's forward is needed",
+            ));
         }
         if context.saved.routing() != routing {
-            return Err(Error::invalid("routing", "another than the forward's", "the same routing is needed"));
+            return Err(Error::invalid(
+                "routing",
+                "another than the forward's",
+                "the same routing is needed",
+            ));
         }
         self.machine.backward(&context.saved, dy, x, weights, gradients, accumulate)
     }
@@ -120,7 +128,11 @@ impl<T: Element> MoeLayer<T> {
             return Err(Error::invalid("top_k of the routing", routing.top_k(), allowed));
         }
         if let Some(id) = routing.ids().iter().find(|&&id| id >= self.shape.experts as i32) {
-            return Err(Error::invalid("expert of the routing", id, format!("the layer has {}", self.shape.experts)));
+            return Err(Error::invalid(
+                "expert of the routing",
+                id,
+                format!("the layer has {}", self.shape.experts),
+            ));
         }
         Error::check_len(name, rows.len(), &[("tokens", routing.tokens()), ("hidden", self.shape.hidden)])?;
         weights.validate(&self.shape)
@@ -129,7 +141,10 @@ impl<T: Element> MoeLayer<T> {
 
 impl<T> std::fmt::Debug for MoeLayer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MoeLayer").field("shape", &self.shape).field("knobs", &self.knobs).finish_non_exhaustive()
+        f.debug_struct("MoeLayer")
+            .field("shape", &self.shape)
+            .field("knobs", &self.knobs)
+            .finish_non_exhaustive()
     }
 }
 

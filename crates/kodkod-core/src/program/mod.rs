@@ -298,11 +298,7 @@ impl Program {
         let mut first_run = vec![0];
         for e in 0..layout.rows.len() {
             let (start, end) = (layout.first_block[e], layout.first_block[e + 1]);
-            let runs = if start == end {
-                0
-            } else {
-                (end - 1) / per_minibatch - start / per_minibatch + 1
-            };
+            let runs = if start == end { 0 } else { (end - 1) / per_minibatch - start / per_minibatch + 1 };
             first_run.push(first_run[e] + runs);
         }
         let minibatches = layout.blocks().div_ceil(per_minibatch);
@@ -312,11 +308,7 @@ impl Program {
             true => minibatches,
             false => (knobs.saved_rows / knobs.minibatch_rows) as u32,
         };
-        let kept = if ring_holds {
-            (saved + ring).min(minibatches)
-        } else {
-            saved
-        };
+        let kept = if ring_holds { (saved + ring).min(minibatches) } else { saved };
         let widths = [shape.intermediate, shape.shared.map_or(0, |s| s.intermediate)];
         let cut = |n: usize, by: u32| (n as u32).div_ceil(by);
         let shared_rows = |r: usize| shape.shared.is_some() && layouts[r].rows.last().is_some_and(|&n| n > 0);
@@ -473,15 +465,8 @@ impl Program {
             Pass::Forward => Some(minibatch + self.ring).filter(|&m| m < self.minibatches),
             Pass::Backward => minibatch.checked_sub(self.ring),
         };
-        let free = user_before.map(|m| Wait {
-            counter: Counter::Free(m),
-            at_least: self.free_total(m),
-        });
-        Task {
-            kind,
-            waits: [free, None],
-            arrives: [Some(Arrive::Here(counter)), None],
-        }
+        let free = user_before.map(|m| Wait { counter: Counter::Free(m), at_least: self.free_total(m) });
+        Task { kind, waits: [free, None], arrives: [Some(Arrive::Here(counter)), None] }
     }
 
     fn compute_task(&self, minibatch: u32, mut local: u64) -> Task {
@@ -491,27 +476,15 @@ impl Program {
         let inner = self.inner_before(after) - self.inner_before(first);
         let outer = u64::from(blocks) * u64::from(self.hidden_tiles);
         let replayed = self.pass == Pass::Backward && minibatch >= self.kept;
-        let hidden = |block| Wait {
-            counter: Counter::Hidden(block),
-            at_least: self.inner_of(block),
-        };
+        let hidden = |block| Wait { counter: Counter::Hidden(block), at_least: self.inner_of(block) };
         let here = |counter| Some(Arrive::Here(counter));
-        let pushed = Some(Arrive::Pushed {
-            total: self.layout.blocks() * self.hidden_tiles,
-        });
+        let pushed = Some(Arrive::Pushed { total: self.layout.blocks() * self.hidden_tiles });
         if self.pass == Pass::Forward || replayed {
             if local < inner {
                 let (block, tile) = self.inner_tile(first, local);
-                let pulled = Wait {
-                    counter: Counter::Pulled(block),
-                    at_least: self.ranks,
-                };
+                let pulled = Wait { counter: Counter::Pulled(block), at_least: self.ranks };
                 let arrives = [here(Counter::Hidden(block)), None];
-                return Task {
-                    kind: Kind::GateUp { block, tile },
-                    waits: [Some(pulled), None],
-                    arrives,
-                };
+                return Task { kind: Kind::GateUp { block, tile }, waits: [Some(pulled), None], arrives };
             }
             local -= inner;
         }
@@ -524,37 +497,22 @@ impl Program {
         if self.pass == Pass::Forward {
             let (block, tile) = outer_tile(local);
             let arrives = [here(Counter::Free(minibatch)), pushed];
-            return Task {
-                kind: Kind::Down { block, tile },
-                waits: [Some(hidden(block)), None],
-                arrives,
-            };
+            return Task { kind: Kind::Down { block, tile }, waits: [Some(hidden(block)), None], arrives };
         }
         if local < inner {
             let (block, tile) = self.inner_tile(first, local);
-            let pulled = Wait {
-                counter: Counter::GradPulled(block),
-                at_least: self.ranks,
-            };
+            let pulled = Wait { counter: Counter::GradPulled(block), at_least: self.ranks };
             let waits = [Some(pulled), replayed.then(|| hidden(block))];
             let run = self.run_of(block);
             let arrives = [here(Counter::GradHidden(run.index)), None];
-            return Task {
-                kind: Kind::DHidden { block, tile },
-                waits,
-                arrives,
-            };
+            return Task { kind: Kind::DHidden { block, tile }, waits, arrives };
         }
         local -= inner;
         if local < outer {
             let (block, tile) = outer_tile(local);
             let waits = [Some(self.grad_hidden(&self.run_of(block))), None];
             let arrives = [here(Counter::Free(minibatch)), pushed];
-            return Task {
-                kind: Kind::DInput { block, tile },
-                waits,
-                arrives,
-            };
+            return Task { kind: Kind::DInput { block, tile }, waits, arrives };
         }
         self.wgrad_task(minibatch, local - outer)
     }
@@ -567,11 +525,7 @@ impl Program {
         let tiles = u64::from(self.wgrad_tiles(0));
         let (run, tile, class) = match local < routed_here * tiles {
             true => (first_run + (local / tiles) as u32, (local % tiles) as u32, 0),
-            false => (
-                first_run + routed_here as u32,
-                (local - routed_here * tiles) as u32,
-                1,
-            ),
+            false => (first_run + routed_here as u32, (local - routed_here * tiles) as u32, 1),
         };
         let run = self.run(run);
         let (gate, down) = (self.gate_grid[class], self.down_grid[class]);
@@ -594,35 +548,21 @@ impl Program {
         };
         let order = order.map(|(counter, at_least)| Wait { counter, at_least });
         let hand_on = self.shared.next.filter(|_| shared && ends);
-        let hand_on = hand_on.map(|rank| Arrive::At {
-            rank,
-            counter: Counter::Chain(tile),
-        });
+        let hand_on = hand_on.map(|rank| Arrive::At { rank, counter: Counter::Chain(tile) });
         let first = starts && !(shared && self.shared.after_another);
         Task {
-            kind: Kind::WGrad {
-                weight,
-                run,
-                tile_m,
-                tile_n,
-                first,
-            },
+            kind: Kind::WGrad { weight, run, tile_m, tile_n, first },
             waits: [Some(self.grad_hidden(&run)), order],
             arrives: [Some(Arrive::Here(Counter::Free(minibatch))), hand_on],
         }
     }
 
     fn tail_task(&self, stream: Stream, index: u32) -> Task {
-        let done = Wait {
-            counter: Counter::Done,
-            at_least: self.pushing,
-        };
+        let done = Wait { counter: Counter::Done, at_least: self.pushing };
         match (stream, self.pass) {
-            (Stream::Comm, Pass::Forward) => Task {
-                kind: Kind::Reduce { chunk: index },
-                waits: [Some(done), None],
-                arrives: [None; 2],
-            },
+            (Stream::Comm, Pass::Forward) => {
+                Task { kind: Kind::Reduce { chunk: index }, waits: [Some(done), None], arrives: [None; 2] }
+            }
             (Stream::Comm, Pass::Backward) => Task {
                 kind: Kind::ReduceGrad { chunk: index },
                 waits: [Some(done), None],
@@ -631,16 +571,8 @@ impl Program {
             (Stream::Compute, _) => {
                 let shared = index as usize == self.layout.routed;
                 let empty = self.layout.rows[index as usize] == 0 && (!shared || self.shared.zero_here);
-                let kind = if empty {
-                    Kind::ZeroGrad { expert: index }
-                } else {
-                    Kind::Skip
-                };
-                Task {
-                    kind,
-                    waits: [None; 2],
-                    arrives: [None; 2],
-                }
+                let kind = if empty { Kind::ZeroGrad { expert: index } } else { Kind::Skip };
+                Task { kind, waits: [None; 2], arrives: [None; 2] }
             }
         }
     }
@@ -720,27 +652,15 @@ impl Program {
 
     fn run(&self, index: u32) -> Run {
         let expert = self.first_run.partition_point(|&first| first <= index) - 1;
-        let (start, end) = (
-            self.layout.first_block[expert],
-            self.layout.first_block[expert + 1],
-        );
+        let (start, end) = (self.layout.first_block[expert], self.layout.first_block[expert + 1]);
         let minibatch = start / self.per_minibatch + (index - self.first_run[expert]);
         let block = start.max(minibatch * self.per_minibatch);
         let blocks = end.min((minibatch + 1) * self.per_minibatch) - block;
-        Run {
-            index,
-            expert: expert as u32,
-            minibatch,
-            block,
-            blocks,
-        }
+        Run { index, expert: expert as u32, minibatch, block, blocks }
     }
 
     fn grad_hidden(&self, run: &Run) -> Wait {
-        Wait {
-            counter: Counter::GradHidden(run.index),
-            at_least: run.blocks * self.inner_of(run.block),
-        }
+        Wait { counter: Counter::GradHidden(run.index), at_least: run.blocks * self.inner_of(run.block) }
     }
 
     /// Weight-gradient tiles of a run: routed (0) or shared (1).
@@ -776,13 +696,7 @@ impl fmt::Display for Kind {
             Kind::Down { block, tile } => write!(f, "Down(block {block}, tile {tile})"),
             Kind::DHidden { block, tile } => write!(f, "DHidden(block {block}, tile {tile})"),
             Kind::DInput { block, tile } => write!(f, "DInput(block {block}, tile {tile})"),
-            Kind::WGrad {
-                weight,
-                run,
-                tile_m,
-                tile_n,
-                ..
-            } => {
+            Kind::WGrad { weight, run, tile_m, tile_n, .. } => {
                 write!(
                     f,
                     "WGrad{weight:?}(expert {}, block {}, tile {tile_m},{tile_n})",

@@ -79,13 +79,7 @@ impl Run2<'_> {
                 holds(&slots.dg, p.ring_row(block), p.inner_of(block), block)?;
                 *self.pushed.entry((rank, block, tile)).or_default() += 1;
             }
-            Kind::WGrad {
-                weight,
-                run,
-                tile_m,
-                tile_n,
-                first,
-            } => {
+            Kind::WGrad { weight, run, tile_m, tile_n, first } => {
                 for block in run.block..run.block + run.blocks {
                     holds(&slots.x, p.kept_row(block), p.ranks, block)?;
                     holds(&slots.dy, p.ring_row(block), p.ranks, block)?;
@@ -93,13 +87,7 @@ impl Run2<'_> {
                 }
                 // Shared experts have one gradient for all ranks.
                 let shared = run.expert as usize == p.layout.routed && p.inner_tiles[1] > 0;
-                let key = (
-                    if shared { usize::MAX } else { rank },
-                    run.expert,
-                    weight as u8,
-                    tile_m,
-                    tile_n,
-                );
+                let key = (if shared { usize::MAX } else { rank }, run.expert, weight as u8, tile_m, tile_n);
                 let sum = self.summed.entry(key).or_default();
                 prop_assert_eq!(first, sum.is_empty());
                 sum.extend((run.block..run.block + run.blocks).map(|b| rank as u32 * 100_000 + b));
@@ -143,10 +131,7 @@ impl Run2<'_> {
             let mut heads = Vec::new();
             for (rank, p) in self.programs.iter().enumerate() {
                 heads.extend(
-                    streams
-                        .iter()
-                        .filter(|&&s| next[rank][s as usize] < p.tickets(s))
-                        .map(|&s| (rank, s)),
+                    streams.iter().filter(|&&s| next[rank][s as usize] < p.tickets(s)).map(|&s| (rank, s)),
                 );
             }
             if heads.is_empty() {
@@ -155,9 +140,7 @@ impl Run2<'_> {
             let task = |(rank, s): (usize, Stream)| self.programs[rank].task(s, next[rank][s as usize]);
             heads.retain(|&head| self.ready(head.0, &task(head)));
             prop_assert!(!heads.is_empty(), "no task can run");
-            pick = pick
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            pick = pick.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let (rank, stream) = heads[(pick >> 33) as usize % heads.len()];
             let task = task((rank, stream));
             next[rank][stream as usize] += 1;
@@ -176,9 +159,7 @@ fn check_pass(
     slots: &mut [Slots],
     pick: u64,
 ) -> Result<(), TestCaseError> {
-    let schedules: Vec<_> = (0..routing.ranks())
-        .map(|r| Schedule::new(shape, routing, r))
-        .collect();
+    let schedules: Vec<_> = (0..routing.ranks()).map(|r| Schedule::new(shape, routing, r)).collect();
     let programs = Program::all(pass, shape, knobs, tiles, routing, &schedules, ring_holds);
     let mut run = Run2 {
         programs: &programs,
@@ -210,11 +191,7 @@ fn check_pass(
     for (rank, p) in programs.iter().enumerate() {
         for expert in 0..p.layout.rows.len() {
             let shared = expert == p.layout.routed;
-            let width = if shared {
-                shape.shared.unwrap().intermediate
-            } else {
-                shape.intermediate
-            };
+            let width = if shared { shape.shared.unwrap().intermediate } else { shape.intermediate };
             let (gate, down) = (
                 (cut(width, tiles.wgrad_m), cut(shape.hidden, tiles.wgrad_n)),
                 (cut(shape.hidden, tiles.wgrad_m), cut(width, tiles.wgrad_n)),
@@ -231,11 +208,8 @@ fn check_pass(
                     .map(|b| rank as u32 * 100_000 + b)
                     .collect()
             };
-            let zeroed = run
-                .zeroed
-                .iter()
-                .filter(|z| z.1 as usize == expert && (shared || z.0 == rank))
-                .count();
+            let zeroed =
+                run.zeroed.iter().filter(|z| z.1 as usize == expert && (shared || z.0 == rank)).count();
             prop_assert_eq!(zeroed, usize::from(expected.is_empty()));
             if expected.is_empty() {
                 continue;
@@ -313,10 +287,7 @@ fn defaults_are_allowed_for_published_shapes() {
         let shape = Shape::new(h, i, e, k);
         shape.validate().unwrap();
         let knobs = Knobs::for_shape(&shape);
-        println!(
-            "{h} x {i}: minibatch {} ring {}",
-            knobs.minibatch_rows, knobs.ring_rows
-        );
+        println!("{h} x {i}: minibatch {} ring {}", knobs.minibatch_rows, knobs.ring_rows);
         knobs.validate().unwrap();
     }
 }

@@ -40,7 +40,8 @@ impl<T: Element> Tasks<'_, T> {
                 let (dg, du) = (memory.dg.slice_mut(ring, n), memory.du.slice_mut(ring, n));
                 let wh = memory.h.slice_mut(ring, n);
                 let d = &mut acc[row * n..][..n];
-                let sum = rows::activation_backward(self.isa, &self.act, self.factor(source), d, g, u, dg, du, wh);
+                let sum =
+                    rows::activation_backward(self.isa, &self.act, self.factor(source), d, g, u, dg, du, wh);
                 *memory.d_w_parts.at(ring_row * tiles + tile as usize) = sum;
             }
         }
@@ -123,7 +124,9 @@ impl<T: Element> Tasks<'_, T> {
         let sources = &self.schedules[rank].sources[block as usize * ROW_BLOCK..][..rows];
 
         if weight == Weight::OutputGate {
-            let Some(total) = gradients.shared.as_ref().and_then(|s| s.output_gate) else { return };
+            let Some(total) = gradients.shared.as_ref().and_then(|s| s.output_gate) else {
+                return;
+            };
             // SAFETY: the whole of this gradient is this task's alone.
             let total = unsafe { total.slice_mut(0, hidden) };
             if !goes_on {
@@ -156,7 +159,20 @@ impl<T: Element> Tasks<'_, T> {
                 _ => (memory.du.at(ring * width), width, x, hidden),
             };
             let c = self.gradient(gradients, rank, local, weight).at(m0 * total_n + n0);
-            gemm_tn(self.isa, &mut worker.gemm, m, n, rows, a.add(m0), lda, b.add(n0), ldb, c, total_n, goes_on);
+            gemm_tn(
+                self.isa,
+                &mut worker.gemm,
+                m,
+                n,
+                rows,
+                a.add(m0),
+                lda,
+                b.add(n0),
+                ldb,
+                c,
+                total_n,
+                goes_on,
+            );
             if let (Some(biases), 0) = (&gradients.biases, tile_n)
                 && local < layout.routed
             {

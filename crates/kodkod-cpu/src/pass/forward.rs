@@ -21,25 +21,10 @@ impl<T: Element> Tasks<'_, T> {
             let x = memory.x[part].at(row0 * hidden); // [m, hidden]
             for (weight, acc) in [(expert.gate, &mut *acc_g), (expert.up, &mut *acc_u)] {
                 let w = weight[n0 * hidden..].as_ptr(); // [n, hidden]
-                gemm_nt(
-                    self.isa,
-                    gemm,
-                    m,
-                    n,
-                    hidden,
-                    x,
-                    hidden,
-                    w,
-                    hidden,
-                    acc.as_mut_ptr(),
-                    n,
-                    false,
-                );
+                gemm_nt(self.isa, gemm, m, n, hidden, x, hidden, w, hidden, acc.as_mut_ptr(), n, false);
             }
         }
-        let bias = expert
-            .biases
-            .map(|(gate, up, _)| (&gate[n0..n0 + n], &up[n0..n0 + n]));
+        let bias = expert.biases.map(|(gate, up, _)| (&gate[n0..n0 + n], &up[n0..n0 + n]));
         for row in 0..m {
             let (acc_g, acc_u) = (&acc_g[row * n..][..n], &acc_u[row * n..][..n]);
             let at = (row0 + row) * width + n0;
@@ -48,9 +33,7 @@ impl<T: Element> Tasks<'_, T> {
                 let (g, u) = (memory.g[part].slice_mut(at, n), memory.u[part].slice_mut(at, n));
                 rows::store_gate_up(self.isa, &self.act, acc_g, acc_u, bias, g, u);
                 if self.programs[rank].pass() == Pass::Forward {
-                    let h = memory
-                        .h
-                        .slice_mut(self.ring_row(rank, block, row) * width + n0, n);
+                    let h = memory.h.slice_mut(self.ring_row(rank, block, row) * width + n0, n);
                     rows::activate(self.isa, &self.act, g, u, h);
                 }
             }
@@ -70,28 +53,13 @@ impl<T: Element> Tasks<'_, T> {
             let h = self.memory[rank].h.at(self.ring_row(rank, block, 0) * width); // [m, width]
             let w = expert.down[n0 * expert.width..].as_ptr(); // [n, expert.width]
             let k = expert.width;
-            gemm_nt(
-                self.isa,
-                gemm,
-                m,
-                n,
-                k,
-                h,
-                width,
-                w,
-                k,
-                acc.as_mut_ptr(),
-                n,
-                false,
-            );
+            gemm_nt(self.isa, gemm, m, n, k, h, width, w, k, acc.as_mut_ptr(), n, false);
         }
         let bias = expert.biases.map(|(_, _, down)| &down[n0..n0 + n]);
         for (row, source) in self.sources(rank, block).iter().enumerate() {
             // SAFETY: a slot has one writer for each of its columns.
             let slot = unsafe {
-                self.memory[source.rank as usize]
-                    .combine
-                    .slice_mut(source.slot as usize * hidden + n0, n)
+                self.memory[source.rank as usize].combine.slice_mut(source.slot as usize * hidden + n0, n)
             };
             rows::store(self.isa, &acc[row * n..][..n], bias, slot);
         }
@@ -107,11 +75,8 @@ impl<T: Element> Tasks<'_, T> {
             let token = tokens.start + local;
             let sum = worker.row(hidden);
             // SAFETY: all pushes are done, so a slot of a route is written and read only.
-            let slot = |k: usize| unsafe {
-                self.memory[rank]
-                    .combine
-                    .slice((local * slots + k) * hidden, hidden)
-            };
+            let slot =
+                |k: usize| unsafe { self.memory[rank].combine.slice((local * slots + k) * hidden, hidden) };
             if self.shape.shared.is_some() {
                 rows::add_scaled(self.isa, sum, self.output_gate(token), slot(top_k));
             }

@@ -187,7 +187,9 @@ impl<'a, T: Element> Tasks<'a, T> {
             // SAFETY: the row is this task's alone, and its slot is free.
             unsafe {
                 let to = match grad {
-                    true => self.memory[rank].dy.slice_mut(self.ring_row(rank, block, row - first_row) * hidden, hidden),
+                    true => self.memory[rank]
+                        .dy
+                        .slice_mut(self.ring_row(rank, block, row - first_row) * hidden, hidden),
                     false => {
                         let (part, at) = self.kept_row(rank, block, row - first_row);
                         self.memory[rank].x[part].slice_mut(at * hidden, hidden)
@@ -209,7 +211,11 @@ impl<'a, T: Element> Tasks<'a, T> {
         let part = |all: &'a [T]| &all[expert * width * hidden..][..width * hidden];
         let weights = self.weights;
         let biases = weights.biases.map(|b| {
-            (&b.gate[expert * width..][..width], &b.up[expert * width..][..width], &b.down[expert * hidden..][..hidden])
+            (
+                &b.gate[expert * width..][..width],
+                &b.up[expert * width..][..width],
+                &b.down[expert * hidden..][..hidden],
+            )
         });
         Expert { width, gate: part(weights.gate), up: part(weights.up), down: part(weights.down), biases }
     }

@@ -16,13 +16,7 @@ use super::sync::{AtomicU32, AtomicU64, Condvar, Mutex, Ordering, wait_for};
 
 /// A test hook: the worker that takes this ticket never finishes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[cfg_attr(
-    test,
-    allow(
-        unreachable_pub,
-        reason = "the model checker compiles this file in a private module"
-    )
-)]
+#[cfg_attr(test, allow(unreachable_pub, reason = "the model checker compiles this file in a private module"))]
 pub struct StallHook {
     /// Rank whose task stalls.
     pub rank: usize,
@@ -73,33 +67,19 @@ impl<'a> Engine<'a> {
         limit: Duration,
         stall: Option<StallHook>,
     ) -> Self {
-        let last = |s: &StallHook| {
-            programs
-                .get(s.rank)
-                .map_or(0, |p| p.tickets(s.stream).saturating_sub(1))
-        };
+        let last = |s: &StallHook| programs.get(s.rank).map_or(0, |p| p.tickets(s.stream).saturating_sub(1));
         Engine {
             programs,
             counters: programs
                 .iter()
                 .map(|p| (0..p.counters()).map(|_| AtomicU32::new(0)).collect())
                 .collect(),
-            next: programs
-                .iter()
-                .map(|_| [AtomicU64::new(0), AtomicU64::new(0)])
-                .collect(),
-            state: Mutex::new(State {
-                finished: 0,
-                sleepers: 0,
-                given_up: None,
-            }),
+            next: programs.iter().map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
+            state: Mutex::new(State { finished: 0, sleepers: 0, given_up: None }),
             wake: Condvar::new(),
             limit,
             comm_workers,
-            stall: stall.map(|s| StallHook {
-                ticket: s.ticket.min(last(&s)),
-                ..s
-            }),
+            stall: stall.map(|s| StallHook { ticket: s.ticket.min(last(&s)), ..s }),
             running: StdMutex::new(vec![None; workers]),
             #[cfg(test)]
             ignored_waits: None,
@@ -120,10 +100,7 @@ impl<'a> Engine<'a> {
                 Claim::Task(rank, task) => {
                     self.note_running(worker, Some((rank, task)));
                     execute(rank, &task.kind);
-                    task.arrives
-                        .iter()
-                        .flatten()
-                        .for_each(|arrive| self.arrive(rank, arrive));
+                    task.arrives.iter().flatten().for_each(|arrive| self.arrive(rank, arrive));
                     self.note_running(worker, None);
                     let mut state = self.state.lock().expect("no holder of this lock panics");
                     state.finished += 1;
@@ -148,10 +125,7 @@ impl<'a> Engine<'a> {
     /// What the ranks were waiting for, if the pass was given up.
     #[cfg_attr(test, allow(dead_code, reason = "the model checker has no use for it"))]
     pub(crate) fn into_stalls(self) -> Option<Vec<Stall>> {
-        self.state
-            .into_inner()
-            .expect("no holder of this lock panics")
-            .given_up
+        self.state.into_inner().expect("no holder of this lock panics").given_up
     }
 
     fn claim(&self, worker: usize) -> Claim {
@@ -208,8 +182,7 @@ impl<'a> Engine<'a> {
                 self.counter(rank, counter).fetch_add(1, Ordering::Release);
             }
             Arrive::At { rank, counter } => {
-                self.counter(rank as usize, counter)
-                    .fetch_add(1, Ordering::Release);
+                self.counter(rank as usize, counter).fetch_add(1, Ordering::Release);
             }
             Arrive::Pushed { total } => {
                 // Acquire too: the last arrival passes on what the ones before it wrote.
@@ -257,11 +230,7 @@ impl<'a> Engine<'a> {
 
     /// One entry a rank: a task that it has taken and not finished, else the first that it cannot start, else its end.
     fn stalls(&self, waited: Duration) -> Vec<Stall> {
-        let running = self
-            .running
-            .lock()
-            .expect("no holder of this lock panics")
-            .clone();
+        let running = self.running.lock().expect("no holder of this lock panics").clone();
         let entry = |rank: usize| {
             let program = &self.programs[rank];
             let stall = |task: String, counter: Counter, seen: u32, expected: u32| Stall {
@@ -284,26 +253,13 @@ impl<'a> Engine<'a> {
                     Some(Arrive::Here(counter)) => {
                         (counter, self.counter(rank, counter).load(Ordering::Acquire))
                     }
-                    _ => (
-                        Counter::Done,
-                        self.counter(rank, Counter::Done).load(Ordering::Acquire),
-                    ),
+                    _ => (Counter::Done, self.counter(rank, Counter::Done).load(Ordering::Acquire)),
                 };
-                Some(stall(
-                    format!("{} (taken, not finished)", task.kind),
-                    counter,
-                    seen,
-                    seen + 1,
-                ))
+                Some(stall(format!("{} (taken, not finished)", task.kind), counter, seen, seen + 1))
             };
             let end = || {
                 let seen = self.counter(rank, Counter::Done).load(Ordering::Acquire);
-                stall(
-                    "the end of the pass".into(),
-                    Counter::Done,
-                    seen,
-                    self.programs.len() as u32,
-                )
+                stall("the end of the pass".into(), Counter::Done, seen, self.programs.len() as u32)
             };
             unfinished().or(blocked).unwrap_or_else(end)
         };

@@ -7,7 +7,6 @@
 //! hold the number of the block whose rows they stand for: loom reports any two accesses to a cell of which one is a
 //! write and neither happens before the other.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
 use kodkod_core::program::{Counter, Kind, Pass, Program, Tiles, Wait};
@@ -32,6 +31,7 @@ mod sync {
 }
 
 #[path = "engine.rs"]
+#[allow(clippy::duplicate_mod, reason = "compiled a second time on purpose, with other primitives")]
 mod engine;
 
 use engine::Engine;
@@ -108,35 +108,15 @@ impl Layer {
                 dy: (0..2).map(|_| cells(RANKS)).collect(),
                 dg: cells(2),
                 pushed: (0..RANKS).map(|_| cells(2)).collect(),
-                gradient: (0..1)
-                    .map(|_| [(); 3].map(|()| Cell(UnsafeCell::new(None))))
-                    .collect(),
+                gradient: (0..1).map(|_| [(); 3].map(|()| Cell(UnsafeCell::new(None)))).collect(),
             })
             .collect();
-        Layer {
-            shape,
-            knobs,
-            routing,
-            schedules,
-            memory,
-        }
+        Layer { shape, knobs, routing, schedules, memory }
     }
 
     fn programs(&self, pass: Pass, ring_holds: bool) -> Vec<Program> {
-        let tiles = Tiles {
-            gemm_n: 8,
-            wgrad_m: 8,
-            wgrad_n: 8,
-        };
-        Program::all(
-            pass,
-            &self.shape,
-            &self.knobs,
-            &tiles,
-            &self.routing,
-            &self.schedules,
-            ring_holds,
-        )
+        let tiles = Tiles { gemm_n: 8, wgrad_m: 8, wgrad_n: 8 };
+        Program::all(pass, &self.shape, &self.knobs, &tiles, &self.routing, &self.schedules, ring_holds)
     }
 
     /// What a task does, in stand-ins.
@@ -168,16 +148,10 @@ impl Layer {
                 memory.dg[ring(block)].expect(block, "dg");
                 self.push(rank, block);
             }
-            Kind::WGrad {
-                weight, run, first, ..
-            } => {
+            Kind::WGrad { weight, run, first, .. } => {
                 let sum = &memory.gradient[run.expert as usize][weight as usize];
                 assert_eq!(first, run.block == 0);
-                assert_eq!(
-                    sum.get(),
-                    run.block.checked_sub(1),
-                    "a gradient's rows out of order"
-                );
+                assert_eq!(sum.get(), run.block.checked_sub(1), "a gradient's rows out of order");
                 for block in run.block..run.block + run.blocks {
                     all(&memory.x[kept(block)], block, "x");
                     all(&memory.dy[ring(block)], block, "dy");
@@ -214,19 +188,10 @@ impl Layer {
 /// Time for the deeper of the two searches.
 const DEEPER: Duration = Duration::from_secs(10);
 
-/// Both searches of a pass.
-fn explore(pass: Pass, ring_holds: bool, ignored: Option<fn(&Wait) -> bool>) {
-    let seconds = std::env::var("KODKOD_MODEL_SECONDS")
-        .ok()
-        .and_then(|s| s.parse().ok());
-    search(pass, ring_holds, 1, None, ignored);
-    search(
-        pass,
-        ring_holds,
-        3,
-        Some(seconds.map_or(DEEPER, Duration::from_secs)),
-        ignored,
-    );
+/// The deeper search of a pass.
+fn deeper(pass: Pass, ring_holds: bool) {
+    let seconds = std::env::var("KODKOD_MODEL_SECONDS").ok().and_then(|s| s.parse().ok());
+    search(pass, ring_holds, 3, Some(seconds.map_or(DEEPER, Duration::from_secs)), None);
 }
 
 /// Runs `pass` on two workers through the interleavings with at most `preemptions` of them, all or as many as `time`
@@ -268,12 +233,7 @@ fn search(
         work(0);
         other.join().unwrap();
         for (rank, memory) in layer.memory.iter().enumerate() {
-            let pushed = memory
-                .pushed
-                .iter()
-                .flatten()
-                .filter(|c| c.get().is_some())
-                .count();
+            let pushed = memory.pushed.iter().flatten().filter(|c| c.get().is_some()).count();
             assert_eq!(pushed, 2 * RANKS, "rows lost on their way to rank {rank}");
         }
     });
@@ -301,24 +261,12 @@ fn backward_holds_in_every_interleaving() {
 #[test]
 #[should_panic(expected = "x: read early, lost or overwritten")]
 fn a_ring_without_its_wait_is_caught() {
-    search(
-        Pass::Forward,
-        false,
-        1,
-        None,
-        Some(|wait| matches!(wait.counter, Counter::Free(_))),
-    );
+    search(Pass::Forward, false, 1, None, Some(|wait| matches!(wait.counter, Counter::Free(_))));
 }
 
 /// And so is a reader that does not wait for its rows.
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn a_read_without_its_wait_is_caught() {
-    search(
-        Pass::Backward,
-        false,
-        1,
-        None,
-        Some(|wait| matches!(wait.counter, Counter::GradPulled(_))),
-    );
+    search(Pass::Backward, false, 1, None, Some(|wait| matches!(wait.counter, Counter::GradPulled(_))));
 }

@@ -10,8 +10,6 @@ pub(super) fn wait_for<'a, T>(
     guard: MutexGuard<'a, T>,
     limit: Duration,
 ) -> (MutexGuard<'a, T>, bool) {
-    let (guard, timeout) = condvar
-        .wait_timeout(guard, limit)
-        .expect("no holder of this lock panics");
+    let (guard, timeout) = condvar.wait_timeout(guard, limit).expect("no holder of this lock panics");
     (guard, !timeout.timed_out())
 }
