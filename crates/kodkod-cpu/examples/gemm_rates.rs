@@ -6,7 +6,8 @@
 //!
 //! - `dense`: 2048 x 2048 x 2048, A Bᵀ;
 //! - `nt`, `nn`: 64 rows against 256 columns and k = 2048 of weights that are read from memory once;
-//! - `tn`: a 256 x 2048 tile of a weight gradient over 64 rows, written to memory once; `tn+` adds to it.
+//! - `tn`: a 256 x 2048 tile of a weight gradient over 64 rows, written to memory once; `tn+` adds to it;
+//! - `fill`: plain stores to the same memory.
 //!
 //! The median of the passes is printed, with the range in brackets.
 
@@ -53,10 +54,16 @@ fn report(name: &str, flops: f64, bytes: f64, repeats: usize, mut pass: impl FnM
         })
         .collect();
     seconds.sort_by(f64::total_cmp);
-    let rate = |s: f64| flops / s / 1e9;
     let (median, best, worst) = (seconds[repeats / 2], seconds[0], seconds[repeats - 1]);
-    print!("{name:6} {:6.1} GFLOP/s  [{:.1}, {:.1}]", rate(median), rate(worst), rate(best));
-    println!("{}", if bytes > 0.0 { format!("  {:.1} GB/s", bytes / median / 1e9) } else { String::new() });
+    print!("{name:6}");
+    if flops > 0.0 {
+        let rate = |s: f64| flops / s / 1e9;
+        print!(" {:6.1} GFLOP/s  [{:.1}, {:.1}]", rate(median), rate(worst), rate(best));
+    }
+    if bytes > 0.0 {
+        print!("  {:.1} GB/s", bytes / median / 1e9);
+    }
+    println!();
 }
 
 /// Runs `task(i, scratch)` for all i on `threads` threads, handing indices out in order.
@@ -149,14 +156,12 @@ fn rates<T: Element>(isa: Isa, threads: usize, from: fn(f32) -> T) {
             })
         });
     }
-    if threads > 0 {
-        let bytes = (tasks * m * n * 4) as f64;
-        report("fill", 0.0, bytes, 5, || {
-            parallel(threads, tasks, |i, _| {
-                let out = &out;
-                // SAFETY: task i writes its own m x n of C.
-                unsafe { std::slice::from_raw_parts_mut(out.0.add(i * m * n), m * n).fill(1.0) };
-            })
-        });
-    }
+    let bytes = (tasks * m * n * 4) as f64;
+    report("fill", 0.0, bytes, 5, || {
+        parallel(threads, tasks, |i, _| {
+            let out = &out;
+            // SAFETY: task i writes its own m x n of C.
+            unsafe { std::slice::from_raw_parts_mut(out.0.add(i * m * n), m * n).fill(1.0) };
+        })
+    });
 }

@@ -99,10 +99,7 @@ tile!(fma2, [(0, 0, 1), (1, 2, 3)]);
 tile!(fma3, [(0, 0, 1), (1, 2, 3), (2, 4, 5)]);
 tile!(fma4, [(0, 0, 1), (1, 2, 3), (2, 4, 5), (3, 6, 7)]);
 tile!(fma5, [(0, 0, 1), (1, 2, 3), (2, 4, 5), (3, 6, 7), (4, 8, 9)]);
-tile!(
-    fma6,
-    [(0, 0, 1), (1, 2, 3), (2, 4, 5), (3, 6, 7), (4, 8, 9), (5, 10, 11)]
-);
+tile!(fma6, [(0, 0, 1), (1, 2, 3), (2, 4, 5), (3, 6, 7), (4, 8, 9), (5, 10, 11)]);
 
 #[target_feature(enable = "avx2,fma")]
 unsafe fn fma<const ROW: usize, const SLOT: usize>(t: &Tile, acc: &mut [[f32; NR]; MR], mxcsr: u32) {
@@ -166,10 +163,7 @@ impl Packing for Split {
     #[inline]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn expand(dwords: __m256i) -> [__m256i; 2] {
-        [
-            _mm256_and_si256(dwords, _mm256_set1_epi32(0xffff_0000_u32 as i32)),
-            _mm256_slli_epi32::<16>(dwords),
-        ]
+        [_mm256_and_si256(dwords, _mm256_set1_epi32(0xffff_0000_u32 as i32)), _mm256_slli_epi32::<16>(dwords)]
     }
 
     #[inline]
@@ -213,20 +207,9 @@ unsafe fn transpose(src: *const u8, step: usize) -> [__m256i; 8] {
     };
     let mut out = [_mm256_setzero_si256(); 8];
     for part in 0..2 {
-        let q = [
-            half(0, part * 16),
-            half(1, part * 16),
-            half(2, part * 16),
-            half(3, part * 16),
-        ];
-        let (a, b) = (
-            _mm256_unpacklo_epi32(q[0], q[1]),
-            _mm256_unpackhi_epi32(q[0], q[1]),
-        );
-        let (c, d) = (
-            _mm256_unpacklo_epi32(q[2], q[3]),
-            _mm256_unpackhi_epi32(q[2], q[3]),
-        );
+        let q = [half(0, part * 16), half(1, part * 16), half(2, part * 16), half(3, part * 16)];
+        let (a, b) = (_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
+        let (c, d) = (_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
         out[4 * part] = _mm256_unpacklo_epi64(a, c);
         out[4 * part + 1] = _mm256_unpackhi_epi64(a, c);
         out[4 * part + 2] = _mm256_unpacklo_epi64(b, d);
@@ -318,16 +301,7 @@ impl<S: Packing> Kernel for Fma<S> {
             for j in (0..whole).step_by(NR) {
                 pack_cols::<S>(b.add(j), ldb, k, dst.add(j * KC));
             }
-            portable::<S>(
-                b.wrapping_add(whole),
-                1,
-                ldb,
-                n - whole,
-                k,
-                dst.wrapping_add(whole * KC),
-                NR,
-                1,
-            );
+            portable::<S>(b.wrapping_add(whole), 1, ldb, n - whole, k, dst.wrapping_add(whole * KC), NR, 1);
         }
     }
 
@@ -337,8 +311,7 @@ impl<S: Packing> Kernel for Fma<S> {
         unsafe {
             if t.accumulate {
                 for (i, row) in acc.iter_mut().take(t.rows).enumerate() {
-                    t.c.add(i * t.ldc)
-                        .copy_to_nonoverlapping(row.as_mut_ptr(), t.cols);
+                    t.c.add(i * t.ldc).copy_to_nonoverlapping(row.as_mut_ptr(), t.cols);
                 }
             }
             match t.a_order {

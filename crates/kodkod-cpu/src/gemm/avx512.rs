@@ -204,12 +204,7 @@ tiles!(dot, "vdpbf16ps", 1 dot1, 2 dot2, 3 dot3, 4 dot4, 5 dot5, 6 dot6, 7 dot7,
     11 dot11, 12 dot12, 13 dot13, 14 dot14,);
 
 fn context<S: Slots>(t: &Tile) -> Context {
-    Context {
-        mxcsr: S::MXCSR,
-        saved: 0,
-        accumulate: t.accumulate.into(),
-        stream: t.stream.into(),
-    }
+    Context { mxcsr: S::MXCSR, saved: 0, accumulate: t.accumulate.into(), stream: t.stream.into() }
 }
 
 /// Filling slots with AVX-512. All functions need the instruction set.
@@ -257,10 +252,7 @@ impl Packing for Split {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     unsafe fn expand(dwords: __m512i) -> [__m512i; 2] {
-        [
-            _mm512_and_si512(dwords, _mm512_set1_epi32(0xffff_0000_u32 as i32)),
-            _mm512_slli_epi32::<16>(dwords),
-        ]
+        [_mm512_and_si512(dwords, _mm512_set1_epi32(0xffff_0000_u32 as i32)), _mm512_slli_epi32::<16>(dwords)]
     }
 
     #[inline]
@@ -353,11 +345,7 @@ unsafe fn pack_rows<S: Packing>(src: *const S::Elem, ld: usize, rows: usize, k: 
                     }
                     transpose(stage.as_ptr().cast(), BLOCK)
                 };
-                for (i, &dwords) in block
-                    .iter()
-                    .enumerate()
-                    .take((slots - slot0).div_ceil(S::PER_DWORD))
-                {
+                for (i, &dwords) in block.iter().enumerate().take((slots - slot0).div_ceil(S::PER_DWORD)) {
                     let expanded = S::expand(dwords);
                     for (part, &x) in expanded.iter().take(S::PER_DWORD).enumerate() {
                         let slot = slot0 + i * S::PER_DWORD + part;
@@ -390,14 +378,8 @@ unsafe fn transpose(src: *const u8, step: usize) -> [__m512i; 16] {
         let mut t = [zero; 8];
         for i in 0..2 {
             let q = &q[4 * i..];
-            let (a, b) = (
-                _mm512_unpacklo_epi32(q[0], q[1]),
-                _mm512_unpackhi_epi32(q[0], q[1]),
-            );
-            let (c, d) = (
-                _mm512_unpacklo_epi32(q[2], q[3]),
-                _mm512_unpackhi_epi32(q[2], q[3]),
-            );
+            let (a, b) = (_mm512_unpacklo_epi32(q[0], q[1]), _mm512_unpackhi_epi32(q[0], q[1]));
+            let (c, d) = (_mm512_unpacklo_epi32(q[2], q[3]), _mm512_unpackhi_epi32(q[2], q[3]));
             t[4 * i] = _mm512_unpacklo_epi64(a, c);
             t[4 * i + 1] = _mm512_unpackhi_epi64(a, c);
             t[4 * i + 2] = _mm512_unpacklo_epi64(b, d);

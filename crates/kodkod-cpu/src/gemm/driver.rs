@@ -148,20 +148,7 @@ fn reserve(buffer: &mut Vec<Line>, slots: usize) -> *mut u32 {
 /// # Safety
 /// The CPU has `K`'s instruction set; the operands of `call` are valid for its shape.
 pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>) {
-    let &Call {
-        m,
-        n,
-        k,
-        a,
-        lda,
-        a_order,
-        b,
-        ldb,
-        b_order,
-        c,
-        ldc,
-        accumulate,
-    } = call;
+    let &Call { m, n, k, a, lda, a_order, b, ldb, b_order, c, ldc, accumulate } = call;
     if m == 0 || n == 0 {
         return;
     }
@@ -236,11 +223,7 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
                 }
                 // The block to be packed next, cut into runs of lines that the tiles share out. It has this one's size,
                 // or is a bit smaller.
-                let (next_n, next_k) = if n0 + nc_max < n {
-                    (n0 + nc_max, k0)
-                } else {
-                    (0, k0 + kc)
-                };
+                let (next_n, next_k) = if n0 + nc_max < n { (n0 + nc_max, k0) } else { (0, k0 + kc) };
                 let (runs, run) = match b_order {
                     Order::RowMajor => (nc, kc),
                     Order::ColMajor => (kc, nc),
@@ -254,10 +237,15 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
                     } else {
                         (pb.cast_const().cast(), 0)
                     };
+                    Prefetch { base, run: (run * size).div_ceil(64), next }
+                };
+                // A weight gradient that is added to comes from memory: the C of the next tile.
+                let prefetch_c = |j: usize, g: usize| {
+                    let (row, j) = if g + 1 < groups { (group(g + 1).start, j) } else { (0, j + K::NR) };
                     Prefetch {
-                        base,
-                        run: (run * size).div_ceil(64),
-                        next,
+                        base: c.wrapping_add((m0 + row) * ldc + n0 + j).cast_const().cast(),
+                        run: K::NR * size_of::<f32>() / 64,
+                        next: ldc * size_of::<f32>(),
                     }
                 };
                 for j in (0..nc).step_by(K::NR) {
@@ -280,7 +268,11 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
                                 cols,
                                 accumulate: accumulate || k0 > 0,
                                 stream: stream && cols == K::NR,
-                                prefetch: prefetch(j / K::NR * groups + g),
+                                prefetch: if accumulate && a_order == Order::ColMajor {
+                                    prefetch_c(j, g)
+                                } else {
+                                    prefetch(j / K::NR * groups + g)
+                                },
                             });
                         }
                     }

@@ -91,12 +91,7 @@ pub struct ParseIsaError {
 impl fmt::Display for ParseIsaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let here: Vec<&str> = Isa::available().into_iter().map(Isa::name).collect();
-        write!(
-            f,
-            "no instruction set {:?} on this CPU; it has: {}",
-            self.name,
-            here.join(", ")
-        )
+        write!(f, "no instruction set {:?} on this CPU; it has: {}", self.name, here.join(", "))
     }
 }
 
@@ -110,8 +105,6 @@ impl FromStr for Isa {
         Isa::available()
             .into_iter()
             .find(|isa| isa.name() == name)
-            .ok_or_else(|| ParseIsaError {
-                name: name.to_owned(),
-            })
+            .ok_or_else(|| ParseIsaError { name: name.to_owned() })
     }
 }

@@ -16,8 +16,11 @@
 //! - [`driver`]: the blocking, shared by all instruction sets;
 //! - `avx512`, `avx2`, `scalar`: packing and the register tile of each.
 
+// Portable code neither prefetches nor sets MXCSR.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod driver;
 mod isa;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod pack;
 mod scalar;
 #[cfg(test)]
@@ -154,10 +157,7 @@ pub fn dense<T: Element>(
     // SAFETY: each thread writes its own columns only.
     unsafe impl Send for Out {}
 
-    assert!(
-        a.len() >= m * k && b.len() >= n * k && c.len() >= m * n,
-        "a slice is shorter than its shape"
-    );
+    assert!(a.len() >= m * k && b.len() >= n * k && c.len() >= m * n, "a slice is shorter than its shape");
     assert!(Isa::available().contains(&isa), "this CPU has no {isa}");
     let width = n.div_ceil(threads.max(1)).next_multiple_of(EDGE);
     let out = Out(c.as_mut_ptr());

@@ -29,18 +29,10 @@ impl Link for Split {
     fn fma(a: f32, b: f32, c: f32) -> f32 {
         const TINY: f64 = f64::from_bits((1023 - 126) << 52) - f64::from_bits((1023 - 151) << 52);
         let daz = |x: f32| {
-            if x.abs() < f32::MIN_POSITIVE {
-                0f32.copysign(x)
-            } else {
-                x
-            }
+            if x.abs() < f32::MIN_POSITIVE { 0f32.copysign(x) } else { x }
         };
         let sum = f64::from(daz(a)) * f64::from(daz(b)) + f64::from(daz(c));
-        if sum.abs() < TINY {
-            0f32.copysign(sum as f32)
-        } else {
-            sum as f32
-        }
+        if sum.abs() < TINY { 0f32.copysign(sum as f32) } else { sum as f32 }
     }
 }
 

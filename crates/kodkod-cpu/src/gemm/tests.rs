@@ -78,21 +78,13 @@ impl Chain for bf16 {
 
     fn chain(mut c: f32, k: usize, term: impl Fn(usize) -> (bf16, bf16)) -> f32 {
         fn daz(x: f32) -> f64 {
-            if x.is_subnormal() {
-                0.0 * f64::from(x)
-            } else {
-                f64::from(x)
-            }
+            if x.is_subnormal() { 0.0 * f64::from(x) } else { f64::from(x) }
         }
         let link = |c: f32, (a, b): (bf16, bf16)| {
             let exact = daz(a.to_f32()) * daz(b.to_f32()) + daz(c);
             // Scaled up, a result that would be tiny rounds to 24 bits as it would with an unbounded exponent.
             let rounded = (exact * 2f64.powi(64)) as f32;
-            if rounded.abs() < 2f32.powi(64 - 126) {
-                0f32.copysign(rounded)
-            } else {
-                exact as f32
-            }
+            if rounded.abs() < 2f32.powi(64 - 126) { 0f32.copysign(rounded) } else { exact as f32 }
         };
         let zero = (bf16::ZERO, bf16::ZERO);
         for i in (0..k).step_by(2) {
@@ -130,18 +122,19 @@ fn check<T: Chain>(
         ldc = ldc.next_multiple_of(16); // the streaming stores need it
     }
     // Not one element more than the shape asks for: reads past the end show under a sanitizer, garbage shows here.
-    let matrix = |rng: &mut Rng, rows: usize, cols: usize, ld: usize| -> Vec<T> {
-        let len = if rows == 0 { 0 } else { (rows - 1) * ld + cols };
-        (0..len)
-            .map(|i| {
-                if i % ld < cols {
-                    T::from_f32(rng.float(values.operand()))
-                } else {
-                    T::from_f32(f32::NAN)
-                }
-            })
-            .collect()
-    };
+    let matrix =
+        |rng: &mut Rng, rows: usize, cols: usize, ld: usize| -> Vec<T> {
+            let len = if rows == 0 { 0 } else { (rows - 1) * ld + cols };
+            (0..len)
+                .map(|i| {
+                    if i % ld < cols {
+                        T::from_f32(rng.float(values.operand()))
+                    } else {
+                        T::from_f32(f32::NAN)
+                    }
+                })
+                .collect()
+        };
     let (a, b) = (matrix(rng, a_rows, a_cols, lda), matrix(rng, b_rows, b_cols, ldb));
     let element = |i: usize, j: usize, kk: usize| match form {
         Form::Nt => (a[i * lda + kk], b[j * ldb + kk]),
@@ -152,13 +145,7 @@ fn check<T: Chain>(
     const POISON: f32 = f32::from_bits(0x7fc0_1234);
     let c_len = if m == 0 { 0 } else { (m - 1) * ldc + n };
     let start: Vec<f32> = (0..c_len)
-        .map(|i| {
-            if accumulate && i % ldc < n {
-                rng.float(values.sum())
-            } else {
-                POISON
-            }
-        })
+        .map(|i| if accumulate && i % ldc < n { rng.float(values.sum()) } else { POISON })
         .collect();
     let want: Vec<f32> = start
         .iter()
@@ -206,16 +193,8 @@ fn random_shapes<T: Chain>(seed: u64, values: Values) {
     let rng = &mut Rng(seed);
     for round in 0..60 {
         let m = 1 + rng.below(130);
-        let n = if round % 3 == 0 {
-            1 + rng.below(90)
-        } else {
-            8 * (1 + rng.below(12))
-        };
-        let k = if round % 2 == 0 {
-            1 + rng.below(80)
-        } else {
-            8 * (1 + rng.below(10))
-        };
+        let n = if round % 3 == 0 { 1 + rng.below(90) } else { 8 * (1 + rng.below(12)) };
+        let k = if round % 2 == 0 { 1 + rng.below(80) } else { 8 * (1 + rng.below(10)) };
         for form in FORMS {
             check::<T>(rng, form, (m, n, k), values, round % 4 < 2);
         }
@@ -243,13 +222,7 @@ fn bits_at_the_edges_of_the_range() {
 #[test]
 fn bits_across_blocks_of_m_and_k() {
     let rng = &mut Rng(5);
-    for shape in [
-        (3, 33, 1501),
-        (14, 40, 1024),
-        (300, 24, 515),
-        (257, 8, 258),
-        (1, 1, 513),
-    ] {
+    for shape in [(3, 33, 1501), (14, 40, 1024), (300, 24, 515), (257, 8, 258), (1, 1, 513)] {
         for form in FORMS {
             for accumulate in [false, true] {
                 check::<bf16>(rng, form, shape, Values::Plain, accumulate);
@@ -288,9 +261,7 @@ fn dense_does_not_depend_on_threads() {
     let rng = &mut Rng(8);
     let (m, n, k) = (37, 200, 130);
     let mut draw = |len: usize| -> Vec<bf16> {
-        (0..len)
-            .map(|_| bf16::from_f32(rng.float(Values::Plain.operand())))
-            .collect()
+        (0..len).map(|_| bf16::from_f32(rng.float(Values::Plain.operand()))).collect()
     };
     let (a, b) = (draw(m * k), draw(n * k));
     let product = |isa, threads| {
