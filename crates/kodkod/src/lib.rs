@@ -9,3 +9,8 @@ pub use kodkod_core::*;
 pub use kodkod_cpu::gemm::{self, Isa};
 pub use kodkod_cpu::{CpuOptions, Element, StallHook};
 pub use layer::{Context, MoeLayer};
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
