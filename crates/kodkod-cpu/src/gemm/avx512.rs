@@ -4,6 +4,9 @@
 //! changed MXCSR: the block saves it, sets its own, and restores it before it ends. It also sets the default for f32, so
 //! that a host that flushes denormals on its threads does not move bits.
 //!
+//! Odd rows broadcast their slot of A inside the FMA, even rows with an instruction of its own: the first costs a load
+//! port more, the second an issue slot more, and half of each stays clear of both limits.
+//!
 //! Registers: zmm(2r), zmm(2r+1) hold row r of C; zmm28, zmm29 a step of B; zmm30 one slot of A, broadcast.
 
 use std::arch::asm;
