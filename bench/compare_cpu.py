@@ -42,6 +42,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--grads", choices=["set", "add"], default="set", help="of the peer; see torch_moe_cpu.py")
     parser.add_argument("--json", action="store_true", help="one object a figure")
     args = parser.parse_args()
 
@@ -49,7 +50,7 @@ def main():
     common += ["--repeat", str(args.repeat), "--json"]
     commands = {
         "kodkod": [args.kodkod, "bench", "--ranks", "1", *common],
-        "torch": [args.python, str(ROOT / "bench/torch_moe_cpu.py"), *common],
+        "torch": [args.python, str(ROOT / "bench/torch_moe_cpu.py"), "--grads", args.grads, *common],
     }
     figures = {}  # (who, what) -> one value a round
     for number in range(args.rounds):
