@@ -90,9 +90,7 @@ impl Row {
     /// The outputs of a run, or a miss.
     fn run<T>(&mut self, config: &Config, outputs: kodkod::Result<Outputs<T>>) -> Option<Outputs<T>> {
         self.runs += 1;
-        outputs
-            .map_err(|error| self.miss(format!("{config}: {error}")))
-            .ok()
+        outputs.map_err(|error| self.miss(format!("{config}: {error}"))).ok()
     }
 
     fn hold_against(&mut self, comparisons: Vec<Comparison>) {
@@ -142,12 +140,7 @@ impl Config {
     }
 
     fn rows(self, minibatch: usize, ring: usize, saved: usize) -> Self {
-        Config {
-            minibatch_rows: Some(minibatch),
-            ring_rows: Some(ring),
-            saved_rows: Some(saved),
-            ..self
-        }
+        Config { minibatch_rows: Some(minibatch), ring_rows: Some(ring), saved_rows: Some(saved), ..self }
     }
 
     fn threads(self, threads: usize) -> Self {
@@ -156,21 +149,12 @@ impl Config {
 
     fn group(&self) -> kodkod::Result<ExpertGroup> {
         let (ranks, threads, isa) = (self.tokens_per_rank.len(), self.threads, self.isa);
-        ExpertGroup::cpu_with(CpuOptions {
-            ranks,
-            threads,
-            isa,
-            ..CpuOptions::default()
-        })
+        ExpertGroup::cpu_with(CpuOptions { ranks, threads, isa, ..CpuOptions::default() })
     }
 
     fn knobs(&self, shape: &Shape) -> Knobs {
         let knobs = Knobs::for_shape(shape).with_rows(self.minibatch_rows, self.ring_rows, self.saved_rows);
-        Knobs {
-            fwd_comm_sms: self.comm_sms.0,
-            bwd_comm_sms: self.comm_sms.1,
-            ..knobs
-        }
+        Knobs { fwd_comm_sms: self.comm_sms.0, bwd_comm_sms: self.comm_sms.1, ..knobs }
     }
 
     fn run<T: kodkod::Element>(&self, step: &Step<T>) -> kodkod::Result<Outputs<T>> {
@@ -199,11 +183,7 @@ impl fmt::Display for Config {
             }
         }
         if self.comm_sms != (1, 1) {
-            write!(
-                f,
-                " --fwd-comm-sms {} --bwd-comm-sms {}",
-                self.comm_sms.0, self.comm_sms.1
-            )?;
+            write!(f, " --fwd-comm-sms {} --bwd-comm-sms {}", self.comm_sms.0, self.comm_sms.1)?;
         }
         Ok(())
     }
@@ -218,11 +198,7 @@ struct Job {
 
 impl Job {
     fn new(name: &str, precision: Option<Precision>, run: impl Fn(Row) -> Row + 'static) -> Self {
-        Job {
-            name: name.to_owned(),
-            run: Box::new(run),
-            precision,
-        }
+        Job { name: name.to_owned(), run: Box::new(run), precision }
     }
 
     fn run(&self) -> Row {
@@ -242,9 +218,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         anyhow::ensure!(!jobs.is_empty(), "--filter {text:?}: no row's name contains it");
     }
     let bar = ProgressBar::new(jobs.len() as u64);
-    bar.set_style(ProgressStyle::with_template(
-        "{bar:30} {pos}/{len} {elapsed} {wide_msg}",
-    )?);
+    bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {wide_msg}")?);
     let mut rows = Vec::new();
     for job in &jobs {
         bar.set_message(job.name.clone());
@@ -280,14 +254,10 @@ fn jobs(args: &Args) -> Vec<Job> {
         for (index, named) in cases::hard(args.quick).into_iter().enumerate() {
             let quick = args.quick;
             let build = move || (cases::hard(quick).swap_remove(index).build)();
-            jobs.push(Job::new(
-                &named.name,
-                Some(precision),
-                move |row| match precision {
-                    Precision::Bf16 => check_case::<bf16>(row, &build()),
-                    Precision::F32 => check_case::<f32>(row, &build()),
-                },
-            ));
+            jobs.push(Job::new(&named.name, Some(precision), move |row| match precision {
+                Precision::Bf16 => check_case::<bf16>(row, &build()),
+                Precision::F32 => check_case::<f32>(row, &build()),
+            }));
         }
         let count = args.cases.unwrap_or(if args.quick { 10 } else { 40 }) as u64;
         for seed in args.seed..args.seed.saturating_add(count) {
@@ -335,9 +305,7 @@ fn check_case<T: kodkod::Element>(mut row: Row, case: &Case) -> Row {
 /// Other splits, each with other knobs and threads: from one minibatch in the ring and nothing saved upwards.
 fn hostile(case: &Case) -> Vec<Config> {
     let (tokens, experts) = (case.step.tokens(), case.step.shape.experts);
-    let even = [1, 2, 4, 8]
-        .into_iter()
-        .filter(|&ranks| experts.is_multiple_of(ranks));
+    let even = [1, 2, 4, 8].into_iter().filter(|&ranks| experts.is_multiple_of(ranks));
     let even = even.map(|ranks| Config::even(tokens, ranks));
     let turn = |(i, config): (usize, Config)| {
         let config = config.threads(1 + i % 4);
@@ -347,10 +315,7 @@ fn hostile(case: &Case) -> Vec<Config> {
             _ => config.rows(256, 512, Knobs::ALL),
         }
     };
-    even.chain(case.splits.iter().map(|split| Config::split(split)))
-        .enumerate()
-        .map(turn)
-        .collect()
+    even.chain(case.splits.iter().map(|split| Config::split(split))).enumerate().map(turn).collect()
 }
 
 /// What no route touches is 0, exactly: gradients of idle experts, of routes -1, rows of tokens without routes.
@@ -364,11 +329,7 @@ fn exact_zeros<T: kodkod::Element>(row: &mut Row, step: &Step<T>, outputs: &Outp
         }
     };
     for e in cases::idle_experts(step) {
-        for (name, values) in g
-            .weights
-            .named()
-            .into_iter()
-            .filter(|(name, _)| !name.starts_with("d_shared"))
+        for (name, values) in g.weights.named().into_iter().filter(|(name, _)| !name.starts_with("d_shared"))
         {
             let len = values.len() / shape.experts;
             zero(
@@ -378,17 +339,11 @@ fn exact_zeros<T: kodkod::Element>(row: &mut Row, step: &Step<T>, outputs: &Outp
         }
     }
     for (route, _) in step.ids.iter().enumerate().filter(|(_, id)| **id == -1) {
-        zero(
-            format!("d_topk_weights[{route}], id -1"),
-            Box::new(std::iter::once(g.d_topk_weights[route])),
-        );
+        zero(format!("d_topk_weights[{route}], id -1"), Box::new(std::iter::once(g.d_topk_weights[route])));
     }
     if shape.shared.is_none() {
-        for (t, _) in step
-            .ids
-            .chunks_exact(shape.top_k)
-            .enumerate()
-            .filter(|(_, r)| r.iter().all(|id| *id == -1))
+        for (t, _) in
+            step.ids.chunks_exact(shape.top_k).enumerate().filter(|(_, r)| r.iter().all(|id| *id == -1))
         {
             let elements = t * shape.hidden..(t + 1) * shape.hidden;
             for (name, values) in [("y", &outputs.y), ("dx", &g.dx)] {
@@ -403,10 +358,7 @@ fn exact_zeros<T: kodkod::Element>(row: &mut Row, step: &Step<T>, outputs: &Outp
 fn experts_apart<T: kodkod::Element>(row: &mut Row, step: &Step<T>, all: &Outputs<T>) {
     for e in 0..step.shape.experts {
         let mut apart = step.clone();
-        apart
-            .ids
-            .iter_mut()
-            .for_each(|id| *id = if *id == e as i64 { *id } else { -1 });
+        apart.ids.iter_mut().for_each(|id| *id = if *id == e as i64 { *id } else { -1 });
         let config = Config::even(step.tokens(), 1);
         let Some(outputs) = row.run(&config, config.run(&apart)) else {
             continue;
@@ -419,9 +371,7 @@ fn experts_apart<T: kodkod::Element>(row: &mut Row, step: &Step<T>, all: &Output
             let mut pairs = a[e * len..(e + 1) * len].iter().zip(&b[e * len..(e + 1) * len]);
             if pairs.any(|(a, b)| a.to_bits() != b.to_bits()) {
                 row.bit_mismatches += 1;
-                row.miss(format!(
-                    "{name} of expert {e} has other bits when the others have no rows"
-                ));
+                row.miss(format!("{name} of expert {e} has other bits when the others have no rows"));
             }
         }
     }
@@ -430,11 +380,7 @@ fn experts_apart<T: kodkod::Element>(row: &mut Row, step: &Step<T>, all: &Output
 /// What is not finite in some tokens' x reaches no other token's y, dx or router gradient.
 fn others_unmoved<T: kodkod::Element>(row: &mut Row, step: &Step<T>, moved: &Outputs<T>, tokens: &[usize]) {
     let mut clean = step.clone();
-    clean
-        .x
-        .iter_mut()
-        .filter(|v| !v.to_f32().is_finite())
-        .for_each(|v| *v = T::from_f32(0.5));
+    clean.x.iter_mut().filter(|v| !v.to_f32().is_finite()).for_each(|v| *v = T::from_f32(0.5));
     let config = Config::even(step.tokens(), 1);
     let Some(outputs) = row.run(&config, config.run(&clean)) else {
         return;
@@ -442,15 +388,9 @@ fn others_unmoved<T: kodkod::Element>(row: &mut Row, step: &Step<T>, moved: &Out
     for ((name, a), (_, b)) in moved.named().into_iter().zip(outputs.named()).take(3) {
         let width = a.len() / step.tokens();
         let same = |i: &usize| a.get(*i).to_bits() == b.get(*i).to_bits();
-        if let Some(i) = (0..a.len())
-            .filter(|i| !tokens.contains(&(i / width)))
-            .find(|i| !same(i))
-        {
+        if let Some(i) = (0..a.len()).filter(|i| !tokens.contains(&(i / width))).find(|i| !same(i)) {
             row.bit_mismatches += 1;
-            row.miss(format!(
-                "{name} of token {} is moved by tokens {tokens:?}",
-                i / width
-            ));
+            row.miss(format!("{name} of token {} is moved by tokens {tokens:?}", i / width));
         }
     }
 }
@@ -476,20 +416,9 @@ fn json(row: &Row) -> serde_json::Value {
 fn table(rows: &[Row]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header([
-        "what",
-        "type",
-        "runs",
-        "worst error",
-        "of",
-        "bits",
-        "result",
-        "seconds",
-    ]);
+    table.set_header(["what", "type", "runs", "worst error", "of", "bits", "result", "seconds"]);
     for row in rows {
-        let (error, output) = row
-            .worst
-            .map_or((String::new(), ""), |(e, name)| (format!("{e:.2e}"), name));
+        let (error, output) = row.worst.map_or((String::new(), ""), |(e, name)| (format!("{e:.2e}"), name));
         let bits = match (row.runs, row.bit_mismatches) {
             (0 | 1, 0) => String::new(),
             (_, 0) => "same".to_owned(),

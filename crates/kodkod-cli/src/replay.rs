@@ -36,12 +36,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Ranks, among which the tokens are dealt evenly
-    #[arg(
-        long,
-        value_name = "R",
-        default_value_t = 1,
-        conflicts_with = "tokens_per_rank"
-    )]
+    #[arg(long, value_name = "R", default_value_t = 1, conflicts_with = "tokens_per_rank")]
     ranks: usize,
     /// Tokens of each rank, in rank order
     #[arg(long, value_name = "A,B,C", value_delimiter = ',')]
@@ -76,11 +71,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let file = StepFile::open(&args.file)?;
     let rows = file.x_dtype();
-    let precision = args.precision.unwrap_or(if rows == Dtype::F32 {
-        Precision::F32
-    } else {
-        Precision::Bf16
-    });
+    let precision =
+        args.precision.unwrap_or(if rows == Dtype::F32 { Precision::F32 } else { Precision::Bf16 });
     match precision {
         Precision::Bf16 => replay::<bf16>(&args, file.step()?, rows),
         Precision::F32 => replay::<f32>(&args, file.step()?, rows),
@@ -91,18 +83,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 fn check_writable(out: &Path, input: &Path) -> anyhow::Result<()> {
     let path = std::path::absolute(out).with_context(|| format!("--out {}", out.display()))?;
     if !path.parent().is_some_and(Path::is_dir) || path.is_dir() {
-        bail!(
-            "--out {}: a file in a folder that exists is needed",
-            out.display()
-        );
+        bail!("--out {}: a file in a folder that exists is needed", out.display());
     }
     if let (Ok(a), Ok(b)) = (out.canonicalize(), input.canonicalize())
         && a == b
     {
-        bail!(
-            "--out {}: this is the input, another file is needed",
-            out.display()
-        );
+        bail!("--out {}: this is the input, another file is needed", out.display());
     }
     Ok(())
 }
@@ -112,35 +98,21 @@ fn replay<T: Element>(args: &Args, step: Step<T>, rows: Dtype) -> anyhow::Result
     let group = args.cpu.group(tokens_per_rank.len())?;
     let knobs = args.knobs.knobs(&step.shape);
     let outputs = step.run(&group, knobs, &tokens_per_rank)?;
-    let comparisons = if args.check {
-        Some(outputs.compare(&step.reference()?))
-    } else {
-        None
-    };
+    let comparisons = if args.check { Some(outputs.compare(&step.reference()?)) } else { None };
     let missed = comparisons.iter().flatten().any(|c| c.miss.is_some());
 
     let tensors = tensors(&step, &outputs, rows);
     if let Some(out) = &args.out {
         file::write(out, &tensors)?;
     }
-    let report = Report {
-        args,
-        step: &step,
-        tokens_per_rank,
-        isa: group.isa().to_string(),
-        threads: group.threads(),
-    };
+    let report =
+        Report { args, step: &step, tokens_per_rank, isa: group.isa().to_string(), threads: group.threads() };
     let comparisons = comparisons.as_deref();
     match args.json {
         true => println!("{}", report.json(&outputs, &tensors, comparisons)),
         false => println!("{}", report.table(&outputs, &tensors, comparisons)),
     }
-    for miss in comparisons
-        .iter()
-        .copied()
-        .flatten()
-        .filter_map(|c| c.miss.as_ref())
-    {
+    for miss in comparisons.iter().copied().flatten().filter_map(|c| c.miss.as_ref()) {
         eprintln!("miss: {miss}");
     }
     Ok(ExitCode::from(u8::from(missed)))
@@ -184,11 +156,7 @@ fn tensors<'a, T: Element>(
             "d_shared_output_gate" => vec![1, h],
             other => unreachable!("an output named {other}"),
         };
-        let dtype = if matches!(name, "y" | "dx") {
-            rows
-        } else {
-            Dtype::F32
-        };
+        let dtype = if matches!(name, "y" | "dx") { rows } else { Dtype::F32 };
         (name, Tensor { dtype, shape, values })
     };
     outputs.named().into_iter().map(with_shape).collect()
@@ -255,9 +223,7 @@ impl<T: Element> Report<'_, T> {
         comparisons: Option<&[Comparison]>,
     ) -> String {
         let s = &self.step.shape;
-        let shared = s
-            .shared
-            .map_or(String::new(), |s| format!(", shared {}", s.intermediate));
+        let shared = s.shared.map_or(String::new(), |s| format!(", shared {}", s.intermediate));
         let mut text = format!(
             "{} tokens, hidden {}, intermediate {}, {} experts, top-{}{shared}; {}, {} on {} threads\n\
              tokens per rank {:?}; forward {:.3} ms",
@@ -277,15 +243,7 @@ impl<T: Element> Report<'_, T> {
         }
         let mut table = Table::new();
         table.load_style(presets::UTF8_BORDERS_ONLY);
-        let mut header = vec![
-            "output",
-            "shape",
-            "type",
-            "largest",
-            "norm",
-            "not finite",
-            "hash of bits",
-        ];
+        let mut header = vec!["output", "shape", "type", "largest", "norm", "not finite", "hash of bits"];
         if comparisons.is_some() {
             header.extend(["error", ""]);
         }

@@ -23,11 +23,7 @@ impl<T> OwnedWeights<T> {
             gate: &self.gate,
             up: &self.up,
             down: &self.down,
-            biases: self.biases.as_ref().map(|b| Biases {
-                gate: &b.gate[..],
-                up: &b.up,
-                down: &b.down,
-            }),
+            biases: self.biases.as_ref().map(|b| Biases { gate: &b.gate[..], up: &b.up, down: &b.down }),
             shared: self.shared.as_ref().map(|s| SharedWeights {
                 gate: &s.gate[..],
                 up: &s.up,
@@ -91,13 +87,7 @@ impl<T: Element> Step<T> {
         knobs: Knobs,
         tokens_per_rank: &[usize],
     ) -> Result<Outputs<T>> {
-        self.run_into(
-            group,
-            knobs,
-            tokens_per_rank,
-            filled(&self.shape, f32::NAN),
-            false,
-        )
+        self.run_into(group, knobs, tokens_per_rank, filled(&self.shape, f32::NAN), false)
     }
 
     /// The same into given gradients, which are added to where `accumulate` is set.
@@ -114,29 +104,13 @@ impl<T: Element> Step<T> {
         let weights = self.weights.as_ref();
         let start = Instant::now();
         let (y, context) = layer.forward(&self.x, &routing, &weights)?;
-        let mut outputs = Outputs {
-            y,
-            gradients: None,
-            forward: start.elapsed(),
-            backward: Duration::ZERO,
-        };
+        let mut outputs = Outputs { y, gradients: None, forward: start.elapsed(), backward: Duration::ZERO };
         if let Some(dy) = &self.dy {
             let start = Instant::now();
-            let (dx, d_topk_weights) = layer.backward(
-                &context,
-                dy,
-                &self.x,
-                &routing,
-                &weights,
-                gradients.as_mut(),
-                accumulate,
-            )?;
+            let (dx, d_topk_weights) =
+                layer.backward(&context, dy, &self.x, &routing, &weights, gradients.as_mut(), accumulate)?;
             outputs.backward = start.elapsed();
-            outputs.gradients = Some(Gradients {
-                dx,
-                d_topk_weights,
-                weights: gradients,
-            });
+            outputs.gradients = Some(Gradients { dx, d_topk_weights, weights: gradients });
         }
         Ok(outputs)
     }
@@ -144,13 +118,7 @@ impl<T: Element> Step<T> {
     /// What the reference makes of the same inputs.
     pub(crate) fn reference(&self) -> Result<reference::Outputs> {
         let routing = self.routing(&[self.tokens()])?;
-        reference::layer(
-            &self.shape,
-            &self.x,
-            self.dy.as_deref(),
-            &routing,
-            &self.weights.as_ref(),
-        )
+        reference::layer(&self.shape, &self.x, self.dy.as_deref(), &routing, &self.weights.as_ref())
     }
 }
 
@@ -159,15 +127,8 @@ pub(crate) fn filled(shape: &Shape, value: f32) -> WeightGradients {
     let mut gradients = WeightGradients::zeros(shape);
     let all = gradients.as_mut();
     let biases = all.biases.into_iter().flat_map(|b| [b.gate, b.up, b.down]);
-    let shared = all
-        .shared
-        .into_iter()
-        .flat_map(|s| [s.gate, s.up, s.down].into_iter().chain(s.output_gate));
-    [all.gate, all.up, all.down]
-        .into_iter()
-        .chain(biases)
-        .chain(shared)
-        .for_each(|b| b.fill(value));
+    let shared = all.shared.into_iter().flat_map(|s| [s.gate, s.up, s.down].into_iter().chain(s.output_gate));
+    [all.gate, all.up, all.down].into_iter().chain(biases).chain(shared).for_each(|b| b.fill(value));
     gradients
 }
 
@@ -220,16 +181,8 @@ impl<T: Element> Outputs<T> {
     pub(crate) fn named(&self) -> Vec<(&'static str, Values<'_, T>)> {
         let mut all = vec![("y", Values::Rows(&self.y[..]))];
         if let Some(g) = &self.gradients {
-            all.extend([
-                ("dx", Values::Rows(&g.dx[..])),
-                ("d_topk_weights", Values::F32(&g.d_topk_weights)),
-            ]);
-            all.extend(
-                g.weights
-                    .named()
-                    .into_iter()
-                    .map(|(name, values)| (name, Values::F32(values))),
-            );
+            all.extend([("dx", Values::Rows(&g.dx[..])), ("d_topk_weights", Values::F32(&g.d_topk_weights))]);
+            all.extend(g.weights.named().into_iter().map(|(name, values)| (name, Values::F32(values))));
         }
         all
     }
@@ -260,11 +213,7 @@ impl<T: Element> Outputs<T> {
     pub(crate) fn compare(&self, reference: &reference::Outputs) -> Vec<Comparison> {
         let tolerance = tolerance(T::PRECISION);
         let (ours, theirs) = (self.named(), reference.named());
-        assert_eq!(
-            ours.len(),
-            theirs.len(),
-            "both have the outputs of the same shape"
-        );
+        assert_eq!(ours.len(), theirs.len(), "both have the outputs of the same shape");
         ours.into_iter()
             .zip(theirs)
             .map(|((name, a), (_, b))| Comparison::new(name, a, b, tolerance))
@@ -292,17 +241,10 @@ pub(crate) struct Comparison {
 
 impl Comparison {
     fn new<T: Element>(name: &'static str, ours: Values<T>, reference: &[f64], tolerance: f64) -> Self {
-        let miss = |text: String| Comparison {
-            name,
-            error: f64::INFINITY,
-            miss: Some(format!("{name}{text}")),
-        };
+        let miss =
+            |text: String| Comparison { name, error: f64::INFINITY, miss: Some(format!("{name}{text}")) };
         if ours.len() != reference.len() {
-            return miss(format!(
-                " has {} elements, expected {}",
-                ours.len(),
-                reference.len()
-            ));
+            return miss(format!(" has {} elements, expected {}", ours.len(), reference.len()));
         }
         let (mut sum_error, mut sum_reference) = (0.0, 0.0);
         let (mut worst, mut at) = (0.0, 0);
@@ -322,11 +264,7 @@ impl Comparison {
                 }
             }
         }
-        let error = if sum_error == 0.0 {
-            0.0
-        } else {
-            sum_error / sum_reference
-        };
+        let error = if sum_error == 0.0 { 0.0 } else { sum_error / sum_reference };
         let miss = (error > tolerance).then(|| {
             format!(
                 "{name} is off by {error:.3e} of its sum (allowed {tolerance:e}); worst at [{at}]: {:e}, expected {:e}",

@@ -15,10 +15,7 @@ struct Random(u64);
 impl Random {
     fn list(&mut self, n: usize, scale: f32) -> Vec<f32> {
         let mut next = || {
-            self.0 = self
-                .0
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (self.0 >> 40) as f32 / (1 << 23) as f32 - 1.0
         };
         (0..n).map(|_| scale * next()).collect()
@@ -36,44 +33,23 @@ struct Entry {
 impl Entry {
     fn float(dtype: Dtype, shape: &[usize], values: &[f32]) -> Self {
         let bytes = match dtype {
-            Dtype::BF16 => values
-                .iter()
-                .flat_map(|v| bf16::from_f32(*v).to_le_bytes())
-                .collect(),
+            Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
             _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         };
-        Entry {
-            dtype,
-            shape: shape.to_vec(),
-            bytes,
-        }
+        Entry { dtype, shape: shape.to_vec(), bytes }
     }
 
     fn ids(shape: &[usize], values: &[i64]) -> Self {
         let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        Entry {
-            dtype: Dtype::I64,
-            shape: shape.to_vec(),
-            bytes,
-        }
+        Entry { dtype: Dtype::I64, shape: shape.to_vec(), bytes }
     }
 
     fn floats(&self) -> Vec<f32> {
         match self.dtype {
-            Dtype::BF16 => self
-                .bytes
-                .as_chunks()
-                .0
-                .iter()
-                .map(|b| bf16::from_le_bytes(*b).to_f32())
-                .collect(),
-            _ => self
-                .bytes
-                .as_chunks()
-                .0
-                .iter()
-                .map(|b| f32::from_le_bytes(*b))
-                .collect(),
+            Dtype::BF16 => {
+                self.bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
+            }
+            _ => self.bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
         }
     }
 }
@@ -95,9 +71,7 @@ impl Step {
     fn with_tokens(shape: Shape, dtype: Dtype, n: usize) -> Self {
         let mut random = Random(7);
         let (h, i, e, k) = (shape.hidden, shape.intermediate, shape.experts, shape.top_k);
-        let ids: Vec<i64> = (0..n * k)
-            .map(|r| ((r * 7 + r / 5) % (e + 1)) as i64 - 1)
-            .collect();
+        let ids: Vec<i64> = (0..n * k).map(|r| ((r * 7 + r / 5) % (e + 1)) as i64 - 1).collect();
         let mut tensors = HashMap::new();
         let mut float = |name, dtype, dims: &[usize], scale| {
             let values = random.list(dims.iter().product(), scale);
@@ -130,20 +104,12 @@ impl Step {
         if let Some(limit) = shape.activation.limit() {
             metadata.insert("limit".into(), limit.to_string());
         }
-        Step {
-            shape,
-            ids,
-            tensors,
-            metadata,
-        }
+        Step { shape, ids, tensors, metadata }
     }
 
     fn write(&self, path: &Path) {
         let views = self.tensors.iter().map(|(name, t)| {
-            (
-                *name,
-                TensorView::new(t.dtype, t.shape.clone(), &t.bytes).expect("a right entry"),
-            )
+            (*name, TensorView::new(t.dtype, t.shape.clone(), &t.bytes).expect("a right entry"))
         });
         safetensors::serialize_to_file(views, Some(self.metadata.clone()), path).expect("written");
     }
@@ -159,11 +125,7 @@ impl Step {
             gate: must("w_gate"),
             up: must("w_up"),
             down: must("w_down"),
-            biases: get("b_gate").map(|gate| Biases {
-                gate,
-                up: must("b_up"),
-                down: must("b_down"),
-            }),
+            biases: get("b_gate").map(|gate| Biases { gate, up: must("b_up"), down: must("b_down") }),
             shared: get("shared_gate").map(|gate| SharedWeights {
                 gate,
                 up: must("shared_up"),
@@ -177,35 +139,21 @@ impl Step {
 
 fn everything() -> Shape {
     Shape {
-        shared: Some(Shared {
-            intermediate: 40,
-            output_gate: true,
-        }),
-        activation: Activation::SwiGluOai {
-            alpha: 1.702,
-            limit: Some(1.5),
-        },
+        shared: Some(Shared { intermediate: 40, output_gate: true }),
+        activation: Activation::SwiGluOai { alpha: 1.702, limit: Some(1.5) },
         biases: true,
         ..Shape::new(64, 48, 4, 3)
     }
 }
 
 fn replay(file: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_kodkod"))
-        .arg("replay")
-        .arg(file)
-        .args(args)
-        .output()
-        .expect("it runs")
+    Command::new(env!("CARGO_BIN_EXE_kodkod")).arg("replay").arg(file).args(args).output().expect("it runs")
 }
 
 /// The folder (kept alive by the first), the step's file and the output's.
 fn folder(step: &Step) -> (TempDir, PathBuf, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");
-    let (input, out) = (
-        folder.path().join("step.safetensors"),
-        folder.path().join("out.safetensors"),
-    );
+    let (input, out) = (folder.path().join("step.safetensors"), folder.path().join("out.safetensors"));
     step.write(&input);
     (folder, input, out)
 }
@@ -218,18 +166,12 @@ fn read(path: &Path) -> HashMap<String, Entry> {
         shape: view.shape().to_vec(),
         bytes: view.data().to_vec(),
     };
-    tensors
-        .iter()
-        .map(|(name, view)| (name.to_owned(), entry(view)))
-        .collect()
+    tensors.iter().map(|(name, view)| (name.to_owned(), entry(view))).collect()
 }
 
 #[track_caller]
 fn succeed(output: &Output) -> String {
-    let (out, err) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}\n{out}\n{err}", output.status);
     out.into_owned()
 }
@@ -254,23 +196,14 @@ fn outputs_agree_with_the_reference_in_names_types_shapes_and_values() {
             let like = match name {
                 "y" | "dx" => "x",
                 "d_topk_weights" => "topk_weights",
-                _ => &name
-                    .replacen("dw_", "w_", 1)
-                    .replacen("db_", "b_", 1)
-                    .replacen("d_shared", "shared", 1),
+                _ => {
+                    &name.replacen("dw_", "w_", 1).replacen("db_", "b_", 1).replacen("d_shared", "shared", 1)
+                }
             };
             assert_eq!(entry.shape, step.tensors[like].shape, "{name}");
-            assert_eq!(
-                entry.dtype,
-                if like == "x" { dtype } else { Dtype::F32 },
-                "{name}"
-            );
-            let error: f64 = entry
-                .floats()
-                .iter()
-                .zip(expected)
-                .map(|(v, r)| (f64::from(*v) - r).abs())
-                .sum();
+            assert_eq!(entry.dtype, if like == "x" { dtype } else { Dtype::F32 }, "{name}");
+            let error: f64 =
+                entry.floats().iter().zip(expected).map(|(v, r)| (f64::from(*v) - r).abs()).sum();
             let error = error / expected.iter().map(|r| r.abs()).sum::<f64>();
             println!("{dtype:?} {name}: {error:.2e} (allowed {tolerance:e})");
             assert!(error <= tolerance, "{name}: {error:e}");
@@ -287,30 +220,15 @@ fn bits_do_not_depend_on_ranks_splits_knobs_or_threads() {
     for (at, args) in [
         &["--ranks", "4", "--threads", "3"][..],
         &["--tokens-per-rank", "0,17,63,0", "--saved-rows", "0"],
-        &[
-            "--tokens-per-rank",
-            "79,1",
-            "--minibatch-rows",
-            "128",
-            "--ring-rows",
-            "128",
-            "--isa",
-            "scalar",
-        ],
+        &["--tokens-per-rank", "79,1", "--minibatch-rows", "128", "--ring-rows", "128", "--isa", "scalar"],
         &["--fwd-comm-sms", "2", "--bwd-comm-sms", "3", "--threads", "1"],
     ]
     .into_iter()
     .enumerate()
     {
         let other = folder.path().join(format!("{at}.safetensors"));
-        succeed(&replay(
-            &input,
-            &[args, &["--out", other.to_str().expect("UTF-8")]].concat(),
-        ));
-        assert!(
-            std::fs::read(&other).expect("an output file") == first,
-            "{args:?} gives other bits"
-        );
+        succeed(&replay(&input, &[args, &["--out", other.to_str().expect("UTF-8")]].concat()));
+        assert!(std::fs::read(&other).expect("an output file") == first, "{args:?} gives other bits");
     }
 }
 
@@ -319,22 +237,12 @@ fn precision_changes_the_arithmetic_and_not_the_types() {
     for (dtype, precision) in [(Dtype::BF16, "f32"), (Dtype::F32, "bf16")] {
         let step = Step::new(everything(), dtype);
         let (_folder, input, out) = folder(&step);
-        let args = [
-            "--precision",
-            precision,
-            "--check",
-            "--json",
-            "--out",
-            out.to_str().expect("UTF-8"),
-        ];
+        let args = ["--precision", precision, "--check", "--json", "--out", out.to_str().expect("UTF-8")];
         let report: serde_json::Value = serde_json::from_str(&succeed(&replay(&input, &args))).expect("JSON");
         assert_eq!(report["precision"], precision);
         assert_eq!(report["passed"], true);
         let written = read(&out);
-        assert_eq!(
-            (written["y"].dtype, written["dw_gate"].dtype),
-            (dtype, Dtype::F32)
-        );
+        assert_eq!((written["y"].dtype, written["dw_gate"].dtype), (dtype, Dtype::F32));
     }
 }
 
@@ -343,15 +251,9 @@ fn without_dy_there_is_a_forward_only() {
     let mut step = Step::new(everything(), Dtype::BF16);
     step.tensors.remove("dy");
     let (_folder, input, out) = folder(&step);
-    let text = succeed(&replay(
-        &input,
-        &["--check", "--json", "--out", out.to_str().expect("UTF-8")],
-    ));
+    let text = succeed(&replay(&input, &["--check", "--json", "--out", out.to_str().expect("UTF-8")]));
     let report: serde_json::Value = serde_json::from_str(&text).expect("one JSON object");
-    assert!(
-        report["backward_ms"].is_null() && report["forward_ms"].is_f64(),
-        "{text}"
-    );
+    assert!(report["backward_ms"].is_null() && report["forward_ms"].is_f64(), "{text}");
     assert_eq!(read(&out).into_keys().collect::<Vec<_>>(), ["y"]);
 }
 
@@ -359,10 +261,7 @@ fn without_dy_there_is_a_forward_only() {
 fn no_tokens_give_empty_rows_and_zero_gradients() {
     let step = Step::with_tokens(everything(), Dtype::BF16, 0);
     let (_folder, input, out) = folder(&step);
-    succeed(&replay(
-        &input,
-        &["--ranks", "2", "--check", "--out", out.to_str().expect("UTF-8")],
-    ));
+    succeed(&replay(&input, &["--ranks", "2", "--check", "--out", out.to_str().expect("UTF-8")]));
     let written = read(&out);
     assert_eq!(written["y"].shape, [0, 64]);
     assert_eq!(written["d_topk_weights"].shape, [0, 3]);
@@ -374,34 +273,15 @@ fn no_tokens_give_empty_rows_and_zero_gradients() {
 #[test]
 fn ids_of_32_bits_and_numbers_that_are_not_finite_are_taken() {
     let mut step = Step::new(Shape::new(64, 48, 4, 2), Dtype::BF16);
-    let bytes = step
-        .ids
-        .iter()
-        .flat_map(|id| (*id as i32).to_le_bytes())
-        .collect();
-    step.tensors.insert(
-        "topk_ids",
-        Entry {
-            dtype: Dtype::I32,
-            shape: vec![80, 2],
-            bytes,
-        },
-    );
+    let bytes = step.ids.iter().flat_map(|id| (*id as i32).to_le_bytes()).collect();
+    step.tensors.insert("topk_ids", Entry { dtype: Dtype::I32, shape: vec![80, 2], bytes });
     let mut x = step.tensors["x"].floats();
     (x[5 * 64], x[9 * 64 + 1]) = (f32::NAN, f32::INFINITY);
     step.tensors.insert("x", Entry::float(Dtype::BF16, &[80, 64], &x));
     let (_folder, input, out) = folder(&step);
-    succeed(&replay(
-        &input,
-        &["--check", "--out", out.to_str().expect("UTF-8")],
-    ));
+    succeed(&replay(&input, &["--check", "--out", out.to_str().expect("UTF-8")]));
     for (i, v) in read(&out)["y"].floats().iter().enumerate() {
-        assert_eq!(
-            v.is_finite(),
-            ![5, 9].contains(&(i / 64)),
-            "y of token {} is {v}",
-            i / 64
-        );
+        assert_eq!(v.is_finite(), ![5, 9].contains(&(i / 64)), "y of token {} is {v}", i / 64);
     }
 }
 
@@ -411,18 +291,8 @@ type Change = fn(&mut Step);
 #[test]
 fn bad_input_is_refused_with_its_name_and_value() {
     let cases: &[(&str, Change, &[&str], &[&str])] = &[
-        (
-            "no x",
-            |s| drop(s.tensors.remove("x")),
-            &[],
-            &["tensor x is missing", "topk_ids"],
-        ),
-        (
-            "no w_up",
-            |s| drop(s.tensors.remove("w_up")),
-            &[],
-            &["tensor w_up is missing"],
-        ),
+        ("no x", |s| drop(s.tensors.remove("x")), &[], &["tensor x is missing", "topk_ids"]),
+        ("no w_up", |s| drop(s.tensors.remove("w_up")), &[], &["tensor w_up is missing"]),
         (
             "a misspelt dy",
             |s| {
@@ -432,12 +302,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
             &[],
             &["unknown tensor \"d_y\"", "dy"],
         ),
-        (
-            "half of the biases",
-            |s| drop(s.tensors.remove("b_up")),
-            &[],
-            &["b_up is missing", "b_gate"],
-        ),
+        ("half of the biases", |s| drop(s.tensors.remove("b_up")), &[], &["b_up is missing", "b_gate"]),
         (
             "half of the shared experts",
             |s| drop(s.tensors.remove("shared_down")),
@@ -446,11 +311,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
         ),
         (
             "an output gate alone",
-            |s| {
-                ["shared_gate", "shared_up", "shared_down"]
-                    .iter()
-                    .for_each(|n| drop(s.tensors.remove(n)))
-            },
+            |s| ["shared_gate", "shared_up", "shared_down"].iter().for_each(|n| drop(s.tensors.remove(n))),
             &[],
             &["shared_gate is missing", "shared_output_gate"],
         ),
@@ -470,8 +331,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
             "router weights in bf16",
             |s| {
                 let values = s.tensors["topk_weights"].floats();
-                s.tensors
-                    .insert("topk_weights", Entry::float(Dtype::BF16, &[80, 3], &values));
+                s.tensors.insert("topk_weights", Entry::float(Dtype::BF16, &[80, 3], &values));
             },
             &[],
             &["topk_weights is BF16", "F32"],
@@ -484,12 +344,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
         ),
         (
             "dy of fewer tokens",
-            |s| {
-                drop(
-                    s.tensors
-                        .insert("dy", Entry::float(Dtype::BF16, &[79, 64], &[0.0; 79 * 64])),
-                )
-            },
+            |s| drop(s.tensors.insert("dy", Entry::float(Dtype::BF16, &[79, 64], &[0.0; 79 * 64]))),
             &[],
             &["dy has shape [79, 64]", "[N, H] = [80, 64]"],
         ),
@@ -501,12 +356,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
         ),
         (
             "biases of another width",
-            |s| {
-                drop(
-                    s.tensors
-                        .insert("b_down", Entry::float(Dtype::F32, &[4, 48], &[0.0; 192])),
-                )
-            },
+            |s| drop(s.tensors.insert("b_down", Entry::float(Dtype::F32, &[4, 48], &[0.0; 192]))),
             &[],
             &["b_down has shape [4, 48]", "[E, H] = [4, 64]"],
         ),
@@ -553,8 +403,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
             "top-0",
             |s| {
                 s.tensors.insert("topk_ids", Entry::ids(&[80, 0], &[]));
-                s.tensors
-                    .insert("topk_weights", Entry::float(Dtype::F32, &[80, 0], &[]));
+                s.tensors.insert("topk_weights", Entry::float(Dtype::F32, &[80, 0], &[]));
             },
             &[],
             &["topk_ids", "top_k is 0", "1 to 32"],
@@ -563,10 +412,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
             "top-33",
             |s| {
                 s.tensors.insert("topk_ids", Entry::ids(&[80, 33], &[0; 80 * 33]));
-                s.tensors.insert(
-                    "topk_weights",
-                    Entry::float(Dtype::F32, &[80, 33], &[0.0; 80 * 33]),
-                );
+                s.tensors.insert("topk_weights", Entry::float(Dtype::F32, &[80, 33], &[0.0; 80 * 33]));
             },
             &[],
             &["topk_ids", "top_k is 33", "1 to 32"],
@@ -621,67 +467,27 @@ fn bad_input_is_refused_with_its_name_and_value() {
             &[],
             &["alpha is 1.702", "swiglu_oai"],
         ),
-        (
-            "ranks that do not divide",
-            |_| (),
-            &["--ranks", "3"],
-            &["--ranks", "3", "divide", "4"],
-        ),
+        ("ranks that do not divide", |_| (), &["--ranks", "3"], &["--ranks", "3", "divide", "4"]),
         ("no ranks", |_| (), &["--ranks", "0"], &["--ranks", "0", "divide"]),
-        (
-            "as many ranks as can be",
-            |_| (),
-            &["--ranks", "18446744073709551615"],
-            &["--ranks", "divide"],
-        ),
-        (
-            "a wrong sum",
-            |_| (),
-            &["--tokens-per-rank", "40,39"],
-            &["--tokens-per-rank", "79", "80"],
-        ),
+        ("as many ranks as can be", |_| (), &["--ranks", "18446744073709551615"], &["--ranks", "divide"]),
+        ("a wrong sum", |_| (), &["--tokens-per-rank", "40,39"], &["--tokens-per-rank", "79", "80"]),
         (
             "a sum beyond 64 bits",
             |_| (),
             &["--tokens-per-rank", "18446744073709551615,81"],
             &["--tokens-per-rank", "80 tokens"],
         ),
-        (
-            "three counts",
-            |_| (),
-            &["--tokens-per-rank", "40,39,1"],
-            &["--tokens-per-rank", "3", "divide"],
-        ),
-        (
-            "a count that is no number",
-            |_| (),
-            &["--tokens-per-rank", "40,x"],
-            &["--tokens-per-rank", "x"],
-        ),
+        ("three counts", |_| (), &["--tokens-per-rank", "40,39,1"], &["--tokens-per-rank", "3", "divide"]),
+        ("a count that is no number", |_| (), &["--tokens-per-rank", "40,x"], &["--tokens-per-rank", "x"]),
         (
             "both splits",
             |_| (),
             &["--tokens-per-rank", "40,40", "--ranks", "2"],
             &["--ranks", "--tokens-per-rank", "cannot"],
         ),
-        (
-            "another precision",
-            |_| (),
-            &["--precision", "f16"],
-            &["--precision", "f16", "bf16"],
-        ),
-        (
-            "a minibatch of 100",
-            |_| (),
-            &["--minibatch-rows", "100"],
-            &["minibatch_rows is 100", "128"],
-        ),
-        (
-            "no minibatch",
-            |_| (),
-            &["--minibatch-rows", "0"],
-            &["minibatch_rows is 0", "128"],
-        ),
+        ("another precision", |_| (), &["--precision", "f16"], &["--precision", "f16", "bf16"]),
+        ("a minibatch of 100", |_| (), &["--minibatch-rows", "100"], &["minibatch_rows is 100", "128"]),
+        ("no minibatch", |_| (), &["--minibatch-rows", "0"], &["minibatch_rows is 0", "128"]),
         (
             "a ring of one and a half minibatches",
             |_| (),
@@ -689,30 +495,10 @@ fn bad_input_is_refused_with_its_name_and_value() {
             &["ring_rows is 384", "256"],
         ),
         ("a ring of 0", |_| (), &["--ring-rows", "0"], &["ring_rows is 0"]),
-        (
-            "no SMs",
-            |_| (),
-            &["--fwd-comm-sms", "0"],
-            &["fwd_comm_sms is 0", "1 to"],
-        ),
-        (
-            "too many SMs",
-            |_| (),
-            &["--bwd-comm-sms", "99999"],
-            &["bwd_comm_sms is 99999"],
-        ),
-        (
-            "an unknown instruction set",
-            |_| (),
-            &["--isa", "sse2"],
-            &["--isa", "sse2", "scalar"],
-        ),
-        (
-            "an option that does not exist",
-            |_| (),
-            &["--rank", "2"],
-            &["--rank"],
-        ),
+        ("no SMs", |_| (), &["--fwd-comm-sms", "0"], &["fwd_comm_sms is 0", "1 to"]),
+        ("too many SMs", |_| (), &["--bwd-comm-sms", "99999"], &["bwd_comm_sms is 99999"]),
+        ("an unknown instruction set", |_| (), &["--isa", "sse2"], &["--isa", "sse2", "scalar"]),
+        ("an option that does not exist", |_| (), &["--rank", "2"], &["--rank"]),
         (
             "an output in no folder",
             |_| (),
@@ -732,19 +518,10 @@ fn bad_input_is_refused_with_its_name_and_value() {
             || !words.iter().all(|w| said.contains(w))
             || said.contains("panicked")
         {
-            failed.push(format!(
-                "{name}: {}, expected 2 and {words:?}\n{said}",
-                output.status
-            ));
+            failed.push(format!("{name}: {}, expected 2 and {words:?}\n{said}", output.status));
         }
     }
-    assert!(
-        failed.is_empty(),
-        "{} of {}:\n{}",
-        failed.len(),
-        cases.len(),
-        failed.join("\n")
-    );
+    assert!(failed.is_empty(), "{} of {}:\n{}", failed.len(), cases.len(), failed.join("\n"));
 }
 
 #[test]
@@ -776,10 +553,7 @@ fn files_that_are_no_steps_are_refused() {
     for path in [folder.path().join("absent"), folder.path().to_owned()] {
         let output = replay(&path, &[]);
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.code() == Some(2) && said.contains(path.to_str().expect("UTF-8")),
-            "{said}"
-        );
+        assert!(output.status.code() == Some(2) && said.contains(path.to_str().expect("UTF-8")), "{said}");
     }
 }
 
@@ -792,15 +566,6 @@ fn an_output_is_never_the_input_and_a_refused_step_leaves_no_file() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("--out"));
     step.tensors.remove("w_up");
     step.write(&input);
-    assert_eq!(
-        replay(&input, &["--out", out.to_str().expect("UTF-8")])
-            .status
-            .code(),
-        Some(2)
-    );
-    assert_eq!(
-        std::fs::read_dir(folder.path()).expect("the folder").count(),
-        1,
-        "only the input is there"
-    );
+    assert_eq!(replay(&input, &["--out", out.to_str().expect("UTF-8")]).status.code(), Some(2));
+    assert_eq!(std::fs::read_dir(folder.path()).expect("the folder").count(), 1, "only the input is there");
 }

@@ -91,19 +91,11 @@ pub(crate) struct Case {
 
 impl Case {
     fn new(step: Step<f32>) -> Self {
-        Case {
-            step,
-            splits: Vec::new(),
-            also: Also::Nothing,
-        }
+        Case { step, splits: Vec::new(), also: Also::Nothing }
     }
 
     fn split(mut self, tokens_per_rank: &[usize]) -> Self {
-        assert_eq!(
-            tokens_per_rank.iter().sum::<usize>(),
-            self.step.tokens(),
-            "a split covers all tokens"
-        );
+        assert_eq!(tokens_per_rank.iter().sum::<usize>(), self.step.tokens(), "a split covers all tokens");
         self.splits.push(tokens_per_rank.to_vec());
         self
     }
@@ -121,10 +113,7 @@ pub(crate) struct Named {
 }
 
 fn named(name: &str, build: impl Fn() -> Case + 'static) -> Named {
-    Named {
-        name: name.to_owned(),
-        build: Box::new(build),
-    }
+    Named { name: name.to_owned(), build: Box::new(build) }
 }
 
 /// A step of random numbers for given routes.
@@ -159,26 +148,17 @@ pub(crate) fn step(shape: Shape, ids: Vec<i64>, random: &mut Random) -> Step<f32
 }
 
 /// The activation of gpt-oss, with a clamp that many values are beyond.
-const OAI: Activation = Activation::SwiGluOai {
-    alpha: 1.702,
-    limit: Some(1.0),
-};
+const OAI: Activation = Activation::SwiGluOai { alpha: 1.702, limit: Some(1.0) };
 
 fn shared(intermediate: usize, output_gate: bool) -> Option<Shared> {
-    Some(Shared {
-        intermediate,
-        output_gate,
-    })
+    Some(Shared { intermediate, output_gate })
 }
 
 /// Everything that a shape can have.
 fn everything(experts: usize, top_k: usize) -> Shape {
     Shape {
         shared: shared(80, true),
-        activation: Activation::SwiGluOai {
-            alpha: 1.702,
-            limit: Some(1.5),
-        },
+        activation: Activation::SwiGluOai { alpha: 1.702, limit: Some(1.5) },
         biases: true,
         ..Shape::new(64, 48, experts, top_k)
     }
@@ -186,11 +166,7 @@ fn everything(experts: usize, top_k: usize) -> Shape {
 
 /// Experts with these numbers of rows, one route a token, in random order.
 fn grouped(rows: &[usize], random: &mut Random) -> Vec<i64> {
-    let mut ids: Vec<i64> = rows
-        .iter()
-        .enumerate()
-        .flat_map(|(e, &n)| vec![e as i64; n])
-        .collect();
+    let mut ids: Vec<i64> = rows.iter().enumerate().flat_map(|(e, &n)| vec![e as i64; n]).collect();
     random.shuffle(&mut ids);
     ids
 }
@@ -206,11 +182,7 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         named("case-01 the same with biases", || {
             let mut r = Random::new(101);
             let ids = grouped(&[162, 0, 2577, 446, 0, 83], &mut r);
-            let shape = Shape {
-                biases: true,
-                activation: OAI,
-                ..Shape::new(40, 32, 6, 1)
-            };
+            let shape = Shape { biases: true, activation: OAI, ..Shape::new(40, 32, 6, 1) };
             Case::new(step(shape, ids, &mut r))
         }),
         named("case-03 all rows in one expert", || {
@@ -223,27 +195,17 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         }),
         named("case-04 a rank that receives no row", || {
             let mut r = Random::new(4);
-            let ids = r
-                .routes(200, 6, 2)
-                .into_iter()
-                .map(|e| if e < 2 { e } else { e + 2 })
-                .collect();
+            let ids = r.routes(200, 6, 2).into_iter().map(|e| if e < 2 { e } else { e + 2 }).collect();
             Case::new(step(Shape::new(64, 48, 8, 2), ids, &mut r)).split(&[50, 50, 50, 50])
         }),
         named("case-04 a rank without tokens", || {
             let mut r = Random::new(104);
             let ids = r.routes(200, 8, 2);
-            Case::new(step(everything(8, 2), ids, &mut r))
-                .split(&[120, 0, 1, 79])
-                .split(&[0, 200])
+            Case::new(step(everything(8, 2), ids, &mut r)).split(&[120, 0, 1, 79]).split(&[0, 200])
         }),
         named("case-04 a rank without tokens and without rows", || {
             let mut r = Random::new(204);
-            let ids = r
-                .routes(200, 6, 2)
-                .into_iter()
-                .map(|e| if e < 2 { e } else { e + 2 })
-                .collect();
+            let ids = r.routes(200, 6, 2).into_iter().map(|e| if e < 2 { e } else { e + 2 }).collect();
             Case::new(step(Shape::new(64, 48, 8, 2), ids, &mut r))
                 .split(&[100, 0, 60, 40])
                 .split(&[200, 0, 0, 0, 0, 0, 0, 0])
@@ -256,13 +218,8 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         named("case-05 4095 tokens in odd parts", || {
             let mut r = Random::new(105);
             let ids = r.routes(4095, 8, 2);
-            let shape = Shape {
-                shared: shared(24, false),
-                ..Shape::new(32, 32, 8, 2)
-            };
-            Case::new(step(shape, ids, &mut r))
-                .split(&[1023, 1, 2047, 1024])
-                .split(&[127, 129, 0, 3839])
+            let shape = Shape { shared: shared(24, false), ..Shape::new(32, 32, 8, 2) };
+            Case::new(step(shape, ids, &mut r)).split(&[1023, 1, 2047, 1024]).split(&[127, 129, 0, 3839])
         }),
         named("case-06 expert 3 twice in a token", || {
             let mut r = Random::new(6);
@@ -277,8 +234,7 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         named("case-07 id -1 in some routes", || {
             let mut r = Random::new(7);
             let mut ids = r.routes(200, 8, 3);
-            ids.iter_mut()
-                .for_each(|id| *id = if r.chance(0.3) { -1 } else { *id });
+            ids.iter_mut().for_each(|id| *id = if r.chance(0.3) { -1 } else { *id });
             Case::new(step(everything(8, 3), ids, &mut r)).split(&[60, 70, 0, 70])
         }),
         named("case-07 id -1 in all routes of some tokens", || {
@@ -290,11 +246,7 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
             Case::new(step(Shape::new(64, 48, 8, 3), ids, &mut r))
         }),
         named("case-07 id -1 everywhere", || {
-            Case::new(step(
-                Shape::new(64, 48, 4, 2),
-                vec![-1; 100],
-                &mut Random::new(207),
-            ))
+            Case::new(step(Shape::new(64, 48, 4, 2), vec![-1; 100], &mut Random::new(207)))
         }),
         named("case-07 id -1 everywhere, shared experts remain", || {
             Case::new(step(everything(4, 2), vec![-1; 200], &mut Random::new(307)))
@@ -302,14 +254,7 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         named("case-09 router weights 0, negative, subnormal", || {
             let mut r = Random::new(9);
             let ids = r.routes(120, 4, 3);
-            let mut step = step(
-                Shape {
-                    biases: true,
-                    ..Shape::new(64, 48, 4, 3)
-                },
-                ids,
-                &mut r,
-            );
+            let mut step = step(Shape { biases: true, ..Shape::new(64, 48, 4, 3) }, ids, &mut r);
             for w in &mut step.topk_weights {
                 *w = r.pick(&[0.0, -0.0, -0.7, 1e-40, -1e-45, 0.5, 1.5]);
             }
@@ -318,27 +263,13 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         named("case-11 group sizes 128,130,65,1", || {
             let mut r = Random::new(11);
             let ids = grouped(&[128, 130, 65, 1], &mut r);
-            Case::new(step(
-                Shape {
-                    biases: true,
-                    ..Shape::new(64, 48, 4, 1)
-                },
-                ids,
-                &mut r,
-            ))
-            .also(Also::ExpertsApart)
+            Case::new(step(Shape { biases: true, ..Shape::new(64, 48, 4, 1) }, ids, &mut r))
+                .also(Also::ExpertsApart)
         }),
         named("case-12 NaN and inf in two tokens", || {
             let mut r = Random::new(12);
             let ids = r.routes(150, 8, 2);
-            let mut step = step(
-                Shape {
-                    shared: shared(40, true),
-                    ..Shape::new(64, 48, 8, 2)
-                },
-                ids,
-                &mut r,
-            );
+            let mut step = step(Shape { shared: shared(40, true), ..Shape::new(64, 48, 8, 2) }, ids, &mut r);
             (step.x[17 * 64 + 3], step.x[140 * 64]) = (f32::NAN, f32::INFINITY);
             Case::new(step).also(Also::OthersUnmoved(&[17, 140]))
         }),
@@ -352,35 +283,16 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         named("case-16 swiglu, many values beyond the limit", || {
             let mut r = Random::new(16);
             let ids = r.routes(150, 4, 2);
-            let shape = Shape {
-                activation: Activation::SwiGlu { limit: Some(0.8) },
-                ..Shape::new(64, 48, 4, 2)
-            };
-            Case::new(step(
-                Shape {
-                    shared: shared(40, false),
-                    ..shape
-                },
-                ids,
-                &mut r,
-            ))
+            let shape =
+                Shape { activation: Activation::SwiGlu { limit: Some(0.8) }, ..Shape::new(64, 48, 4, 2) };
+            Case::new(step(Shape { shared: shared(40, false), ..shape }, ids, &mut r))
         }),
         named("case-16 gpt-oss, many values beyond the limit", || {
             let mut r = Random::new(116);
             let ids = r.routes(150, 4, 2);
-            Case::new(step(
-                Shape {
-                    activation: OAI,
-                    biases: true,
-                    ..Shape::new(64, 48, 4, 2)
-                },
-                ids,
-                &mut r,
-            ))
+            Case::new(step(Shape { activation: OAI, biases: true, ..Shape::new(64, 48, 4, 2) }, ids, &mut r))
         }),
-        named("no tokens", || {
-            Case::new(step(everything(4, 2), Vec::new(), &mut Random::new(50)))
-        }),
+        named("no tokens", || Case::new(step(everything(4, 2), Vec::new(), &mut Random::new(50)))),
         named("top-32", || {
             let mut r = Random::new(51);
             let ids = r.routes(50, 64, 32);
@@ -389,18 +301,8 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         named("alpha without a limit", || {
             let mut r = Random::new(52);
             let ids = r.routes(150, 4, 2);
-            let activation = Activation::SwiGluOai {
-                alpha: 1.702,
-                limit: None,
-            };
-            Case::new(step(
-                Shape {
-                    activation,
-                    ..Shape::new(64, 48, 4, 2)
-                },
-                ids,
-                &mut r,
-            ))
+            let activation = Activation::SwiGluOai { alpha: 1.702, limit: None };
+            Case::new(step(Shape { activation, ..Shape::new(64, 48, 4, 2) }, ids, &mut r))
         }),
     ];
     // Published widths, few tokens: (hidden, intermediate), the model they are from.
@@ -409,27 +311,18 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
         false => &[(2880, 2880), (2688, 1856), (2048, 1408), (2048, 768)],
     };
     for &(hidden, intermediate) in widths {
-        all.push(named(
-            &format!("case-10 hidden {hidden}, intermediate {intermediate}"),
-            move || {
-                let mut r = Random::new(10 + hidden as u64);
-                let oai = hidden == 2880;
-                let mut shape = Shape {
-                    biases: oai,
-                    ..Shape::new(hidden, intermediate, 2, 1)
-                };
-                if oai {
-                    shape.activation = Activation::SwiGluOai {
-                        alpha: 1.702,
-                        limit: Some(7.0),
-                    };
-                } else {
-                    shape.shared = shared(136, false);
-                }
-                let ids = r.routes(24, 2, 1);
-                Case::new(step(shape, ids, &mut r))
-            },
-        ));
+        all.push(named(&format!("case-10 hidden {hidden}, intermediate {intermediate}"), move || {
+            let mut r = Random::new(10 + hidden as u64);
+            let oai = hidden == 2880;
+            let mut shape = Shape { biases: oai, ..Shape::new(hidden, intermediate, 2, 1) };
+            if oai {
+                shape.activation = Activation::SwiGluOai { alpha: 1.702, limit: Some(7.0) };
+            } else {
+                shape.shared = shared(136, false);
+            }
+            let ids = r.routes(24, 2, 1);
+            Case::new(step(shape, ids, &mut r))
+        }));
     }
     all.sort_by(|a, b| a.name.cmp(&b.name));
     all
@@ -443,10 +336,7 @@ pub(crate) fn random(seed: u64) -> Case {
     let mut shape = Shape::new(8 * (4 + r.below(17)), 8 * (4 + r.below(17)), experts, top_k);
     let limit = r.chance(0.5).then(|| 0.5 + 2.0 * r.unit());
     shape.activation = match r.chance(0.4) {
-        true => Activation::SwiGluOai {
-            alpha: r.pick(&[1.702, 1.0, 0.5]),
-            limit,
-        },
+        true => Activation::SwiGluOai { alpha: r.pick(&[1.702, 1.0, 0.5]), limit },
         false => Activation::SwiGlu { limit },
     };
     shape.biases = r.chance(0.4);
@@ -471,20 +361,11 @@ pub(crate) fn random(seed: u64) -> Case {
     }
     let mut step = step(shape, ids, &mut r);
     if r.chance(0.3) {
-        step.topk_weights
-            .iter_mut()
-            .for_each(|w| *w = 2.0 * r.unit() - 1.0);
+        step.topk_weights.iter_mut().for_each(|w| *w = 2.0 * r.unit() - 1.0);
     }
-    let ranks: Vec<_> = [2, 3, 4, 8]
-        .into_iter()
-        .filter(|&n| experts.is_multiple_of(n))
-        .collect();
+    let ranks: Vec<_> = [2, 3, 4, 8].into_iter().filter(|&n| experts.is_multiple_of(n)).collect();
     let splits = ranks.into_iter().map(|n| ragged(tokens, n, &mut r)).collect();
-    Case {
-        step,
-        splits,
-        also: Also::Nothing,
-    }
+    Case { step, splits, also: Also::Nothing }
 }
 
 /// A random split, ranks without tokens among them.
@@ -526,16 +407,9 @@ pub(crate) fn contract() -> Vec<Named> {
         }),
         named("skewed", || {
             let mut r = Random::new(62);
-            let ids = (0..900)
-                .map(|_| if r.chance(0.8) { 6 } else { r.below(8) as i64 })
-                .collect();
-            let shape = Shape {
-                shared: shared(24, false),
-                ..Shape::new(72, 40, 8, 1)
-            };
-            Case::new(step(shape, ids, &mut r))
-                .split(&[0, 0, 900, 0])
-                .split(&[257, 643])
+            let ids = (0..900).map(|_| if r.chance(0.8) { 6 } else { r.below(8) as i64 }).collect();
+            let shape = Shape { shared: shared(24, false), ..Shape::new(72, 40, 8, 1) };
+            Case::new(step(shape, ids, &mut r)).split(&[0, 0, 900, 0]).split(&[257, 643])
         }),
     ]
 }
@@ -543,9 +417,7 @@ pub(crate) fn contract() -> Vec<Named> {
 /// Experts that no route names.
 pub(crate) fn idle_experts<T>(step: &Step<T>) -> Vec<usize> {
     let busy: BTreeSet<_> = step.ids.iter().copied().collect();
-    (0..step.shape.experts)
-        .filter(|&e| !busy.contains(&(e as i64)))
-        .collect()
+    (0..step.shape.experts).filter(|&e| !busy.contains(&(e as i64))).collect()
 }
 
 #[cfg(test)]
@@ -574,10 +446,7 @@ mod tests {
         for seed in 0..200 {
             let (a, b) = (random(seed), random(seed));
             a.step.shape.validate().expect("an allowed shape");
-            assert_eq!(
-                (a.step.ids, a.step.x, &a.splits),
-                (b.step.ids, b.step.x, &b.splits)
-            );
+            assert_eq!((a.step.ids, a.step.x, &a.splits), (b.step.ids, b.step.x, &b.splits));
             let tokens = b.step.topk_weights.len() / b.step.shape.top_k;
             assert!(a.splits.iter().all(|s| s.iter().sum::<usize>() == tokens));
         }

@@ -14,17 +14,10 @@ use crate::step::{Step, Values, filled};
 type Dimension = (&'static str, fn(&Case) -> Vec<Config>);
 
 const DIMENSIONS: [Dimension; 9] = [
-    ("bits: ranks 1, 2, 4, 8", |case| {
-        [2, 4, 8].map(|ranks| even(case, ranks)).to_vec()
-    }),
-    ("bits: ragged splits", |case| {
-        case.splits.iter().map(|split| Config::split(split)).collect()
-    }),
+    ("bits: ranks 1, 2, 4, 8", |case| [2, 4, 8].map(|ranks| even(case, ranks)).to_vec()),
+    ("bits: ragged splits", |case| case.splits.iter().map(|split| Config::split(split)).collect()),
     ("bits: minibatch_rows", |case| {
-        let config = |rows| Config {
-            minibatch_rows: Some(rows),
-            ..even(case, 2)
-        };
+        let config = |rows| Config { minibatch_rows: Some(rows), ..even(case, 2) };
         [128, 256, 384, 1024, 8192].map(config).to_vec()
     }),
     ("bits: ring_rows, down to one minibatch", |case| {
@@ -36,37 +29,18 @@ const DIMENSIONS: [Dimension; 9] = [
         rings.into_iter().flat_map(config).collect()
     }),
     ("bits: saved_rows, from 0 to all", |case| {
-        let config = |saved| {
-            [
-                even(case, 1).rows(128, 256, saved),
-                even(case, 4).rows(128, 128, saved),
-            ]
-        };
-        [0, 127, 128, 300, 640, Knobs::ALL]
-            .into_iter()
-            .flat_map(config)
-            .collect()
+        let config = |saved| [even(case, 1).rows(128, 256, saved), even(case, 4).rows(128, 128, saved)];
+        [0, 127, 128, 300, 640, Knobs::ALL].into_iter().flat_map(config).collect()
     }),
     ("bits: fwd_comm_sms, bwd_comm_sms", |case| {
-        let config = |comm_sms| Config {
-            comm_sms,
-            ..even(case, 2).threads(2)
-        };
+        let config = |comm_sms| Config { comm_sms, ..even(case, 2).threads(2) };
         [(1, 2), (2, 1), (7, 3), (1024, 1024)].map(config).to_vec()
     }),
     ("bits: threads 1 to 4", |case| {
-        (1..=4)
-            .flat_map(|threads| [1, 2, 8].map(|ranks| even(case, ranks).threads(threads)))
-            .collect()
+        (1..=4).flat_map(|threads| [1, 2, 8].map(|ranks| even(case, ranks).threads(threads))).collect()
     }),
     ("bits: every instruction set", |case| {
-        Isa::available()
-            .into_iter()
-            .map(|isa| Config {
-                isa: Some(isa),
-                ..even(case, 2)
-            })
-            .collect()
+        Isa::available().into_iter().map(|isa| Config { isa: Some(isa), ..even(case, 2) }).collect()
     }),
     ("bits: all of these at random", |case| {
         let mut r = Random::new(70);
@@ -77,17 +51,9 @@ const DIMENSIONS: [Dimension; 9] = [
                 true => r.pick(&splits),
                 false => even(case, r.pick(&[1, 2, 4, 8])),
             };
-            let config = Config {
-                isa: Some(r.pick(&Isa::available())),
-                ..config
-            };
-            let config = Config {
-                comm_sms: (1 + r.below(3), 1 + r.below(3)),
-                ..config
-            };
-            config
-                .threads(1 + r.below(4))
-                .rows(minibatch, minibatch * (1 + r.below(3)), 128 * r.below(12))
+            let config = Config { isa: Some(r.pick(&Isa::available())), ..config };
+            let config = Config { comm_sms: (1 + r.below(3), 1 + r.below(3)), ..config };
+            config.threads(1 + r.below(4)).rows(minibatch, minibatch * (1 + r.below(3)), 128 * r.below(12))
         };
         (0..12).map(config).collect()
     }),
@@ -102,12 +68,8 @@ type Check<T> = fn(&mut Row, &Case, &Step<T>);
 
 /// A row for both precisions.
 fn both(jobs: &mut Vec<Job>, name: &str, half: Check<bf16>, single: Check<f32>) {
-    jobs.push(Job::new(name, Some(Precision::Bf16), move |row| {
-        over_inputs(row, half)
-    }));
-    jobs.push(Job::new(name, Some(Precision::F32), move |row| {
-        over_inputs(row, single)
-    }));
+    jobs.push(Job::new(name, Some(Precision::Bf16), move |row| over_inputs(row, half)));
+    jobs.push(Job::new(name, Some(Precision::F32), move |row| over_inputs(row, single)));
 }
 
 fn over_inputs<T: kodkod::Element>(mut row: Row, check: Check<T>) -> Row {
@@ -115,9 +77,7 @@ fn over_inputs<T: kodkod::Element>(mut row: Row, check: Check<T>) -> Row {
         let case = (named.build)();
         let before = row.misses.len();
         check(&mut row, &case, &case.step.convert::<T>());
-        row.misses[before..]
-            .iter_mut()
-            .for_each(|miss| *miss = format!("input {:?}, {miss}", named.name));
+        row.misses[before..].iter_mut().for_each(|miss| *miss = format!("input {:?}, {miss}", named.name));
     }
     row
 }
@@ -142,41 +102,15 @@ pub(super) fn jobs(quick: bool) -> Vec<Job> {
         }
     }
     both(&mut jobs, "bits: 20 repeats", repeats, repeats);
-    both(
-        &mut jobs,
-        "case-02 gradient buffers full of NaN",
-        poisoned_gradients,
-        poisoned_gradients,
-    );
-    both(
-        &mut jobs,
-        "case-02 memory full of an earlier call's NaN",
-        poisoned_memory,
-        poisoned_memory,
-    );
-    both(
-        &mut jobs,
-        "accumulate into zeros",
-        accumulate_zeros,
-        accumulate_zeros,
-    );
-    both(
-        &mut jobs,
-        "accumulate into a caller's numbers",
-        accumulate,
-        accumulate,
-    );
-    jobs.push(Job::new(
-        "case-14 identical call 100 times",
-        Some(Precision::Bf16),
-        hundred,
-    ));
+    both(&mut jobs, "case-02 gradient buffers full of NaN", poisoned_gradients, poisoned_gradients);
+    both(&mut jobs, "case-02 memory full of an earlier call's NaN", poisoned_memory, poisoned_memory);
+    both(&mut jobs, "accumulate into zeros", accumulate_zeros, accumulate_zeros);
+    both(&mut jobs, "accumulate into a caller's numbers", accumulate, accumulate);
+    jobs.push(Job::new("case-14 identical call 100 times", Some(Precision::Bf16), hundred));
     let limit = Duration::from_millis(if quick { 50 } else { 200 });
-    jobs.push(Job::new(
-        "case-18 a worker that stalls",
-        Some(Precision::Bf16),
-        move |row| stalled(row, limit),
-    ));
+    jobs.push(Job::new("case-18 a worker that stalls", Some(Precision::Bf16), move |row| {
+        stalled(row, limit)
+    }));
     jobs
 }
 
@@ -216,12 +150,7 @@ fn hundred(mut row: Row) -> Row {
     let mut r = Random::new(14);
     let ids = (0..400).map(|_| r.below(4) as i64).collect();
     let step = cases::step(Shape::new(32, 32, 4, 2), ids, &mut r).convert::<bf16>();
-    repeat(
-        &mut row,
-        &step,
-        &Config::even(200, 2).threads(3).rows(128, 128, 0),
-        100,
-    );
+    repeat(&mut row, &step, &Config::even(200, 2).threads(3).rows(128, 128, 0), 100);
     row
 }
 
@@ -238,32 +167,18 @@ fn poisoned_gradients<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Ste
     }
     let into = |value| {
         let buffers = filled(&step.shape, value);
-        step.run_into(
-            &config.group()?,
-            config.knobs(&step.shape),
-            &config.tokens_per_rank,
-            buffers,
-            false,
-        )
+        step.run_into(&config.group()?, config.knobs(&step.shape), &config.tokens_per_rank, buffers, false)
     };
     for value in [0.0, 1e30, f32::INFINITY] {
         if let Some(outputs) = row.run(&config, into(value)) {
-            row.same_bits(
-                &format!("{config}, gradients full of {value:e}"),
-                &first,
-                &outputs,
-            );
+            row.same_bits(&format!("{config}, gradients full of {value:e}"), &first, &outputs);
         }
     }
 }
 
 /// A call whose every number is NaN leaves nothing behind for the next one on the same group.
 fn poisoned_memory<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T>) {
-    for config in [
-        even(case, 1),
-        even(case, 4).rows(128, 128, 0),
-        even(case, 2).rows(128, 256, 256),
-    ] {
+    for config in [even(case, 1), even(case, 4).rows(128, 128, 0), even(case, 2).rows(128, 256, 256)] {
         let Some(first) = row.run(&config, config.run(step)) else {
             continue;
         };
@@ -281,23 +196,13 @@ fn poisoned_memory<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T
 }
 
 fn accumulate_zeros<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T>) {
-    for config in [
-        even(case, 1),
-        even(case, 2).rows(128, 256, 128),
-        even(case, 8).rows(128, 128, 0),
-    ] {
+    for config in [even(case, 1), even(case, 2).rows(128, 256, 128), even(case, 8).rows(128, 128, 0)] {
         let Some(first) = row.run(&config, config.run(step)) else {
             continue;
         };
         let into_zeros = || {
             let buffers = filled(&step.shape, 0.0);
-            step.run_into(
-                &config.group()?,
-                config.knobs(&step.shape),
-                &config.tokens_per_rank,
-                buffers,
-                true,
-            )
+            step.run_into(&config.group()?, config.knobs(&step.shape), &config.tokens_per_rank, buffers, true)
         };
         if let Some(outputs) = row.run(&config, into_zeros()) {
             row.same_bits(&format!("{config}, into zeros"), &first, &outputs);
@@ -331,43 +236,26 @@ fn accumulate<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T>) {
     };
     for ((name, added), (_, overwritten)) in first.named().into_iter().zip(plain.named()) {
         let Values::F32(_) = added else { continue };
-        let start = if name.starts_with("d_topk") {
-            0.0
-        } else {
-            f64::from(START)
-        };
+        let start = if name.starts_with("d_topk") { 0.0 } else { f64::from(START) };
         let (mut error, mut sum) = (0.0, 0.0);
-        for (a, b) in added
-            .iter()
-            .zip(overwritten.iter())
-            .map(|(a, b)| (f64::from(a), f64::from(b)))
-        {
+        for (a, b) in added.iter().zip(overwritten.iter()).map(|(a, b)| (f64::from(a), f64::from(b))) {
             error += (a - (start + b)).abs();
             sum += (start + b).abs();
         }
         if error.is_nan() || error > 1e-5 * sum {
-            row.miss(format!(
-                "{name} is off by {:.2e} of buffer + gradient",
-                error / sum
-            ));
+            row.miss(format!("{name} is off by {:.2e} of buffer + gradient", error / sum));
         }
     }
     if let Some(g) = &first.gradients {
         let len = step.shape.hidden * step.shape.intermediate;
         let idle = [&g.weights.gate, &g.weights.up, &g.weights.down].map(|w| &w[3 * len..4 * len]);
-        if let Some(v) = idle
-            .into_iter()
-            .flatten()
-            .find(|v| v.to_bits() != START.to_bits())
-        {
+        if let Some(v) = idle.into_iter().flatten().find(|v| v.to_bits() != START.to_bits()) {
             row.miss(format!("a gradient of idle expert 3 was {START} and is {v:e}"));
         }
     }
-    for config in [
-        even(case, 2).rows(128, 256, 128),
-        even(case, 4).threads(3),
-        even(case, 8).rows(128, 128, 0),
-    ] {
+    for config in
+        [even(case, 2).rows(128, 256, 128), even(case, 4).threads(3), even(case, 8).rows(128, 128, 0)]
+    {
         if let Some(outputs) = row.run(&config, run(&config, true)) {
             row.same_bits(&format!("{config}, accumulating"), &first, &outputs);
         }
@@ -380,25 +268,10 @@ fn stalled(mut row: Row, wait_limit: Duration) -> Row {
     let step = case.step.convert::<bf16>();
     for (ranks, threads) in [(1, 1), (2, 2), (4, 3), (8, 2)] {
         let config = even(&case, ranks).threads(threads).rows(128, 128, 0);
-        let group = |stall| {
-            ExpertGroup::cpu_with(CpuOptions {
-                ranks,
-                threads,
-                isa: None,
-                wait_limit,
-                stall,
-            })
-        };
-        for (stream, ticket) in [
-            (Stream::Comm, 0),
-            (Stream::Compute, 5),
-            (Stream::Compute, u64::MAX),
-        ] {
-            let stall = Some(StallHook {
-                rank: ranks - 1,
-                stream,
-                ticket,
-            });
+        let group =
+            |stall| ExpertGroup::cpu_with(CpuOptions { ranks, threads, isa: None, wait_limit, stall });
+        for (stream, ticket) in [(Stream::Comm, 0), (Stream::Compute, 5), (Stream::Compute, u64::MAX)] {
+            let stall = Some(StallHook { rank: ranks - 1, stream, ticket });
             for backward in [false, true] {
                 let call = || -> kodkod::Result<Duration> {
                     let routing = step.routing(&config.tokens_per_rank)?;
@@ -445,50 +318,41 @@ fn stalled(mut row: Row, wait_limit: Duration) -> Row {
 /// Case 13: rows times hidden beyond 2^31 elements. A token's y does not depend on other tokens, so the last tokens
 /// alone must have the same bits.
 pub(super) fn large(run: bool) -> Vec<Job> {
-    vec![Job::new(
-        "case-13 x of more than 2^31 elements",
-        Some(Precision::Bf16),
-        move |mut row| {
-            if !run {
-                row.note = Some("not run: --large");
-                return row;
-            }
-            const TOKENS: usize = 2050;
-            const LAST: usize = 3;
-            let shape = Shape::new(1 << 20, 8, 2, 1);
-            let mut r = Random::new(13);
-            let small =
-                cases::step(shape, (0..LAST).map(|t| t as i64 % 2).collect(), &mut r).convert::<bf16>();
-            let small = Step { dy: None, ..small };
-            let mut big = small.clone();
-            let h = big.shape.hidden;
-            big.x = vec![bf16::ZERO; (TOKENS - LAST) * h];
-            big.x.extend_from_slice(&small.x);
-            big.ids = vec![0; TOKENS - LAST];
-            big.ids.extend(&small.ids);
-            big.topk_weights = vec![1.0; TOKENS - LAST];
-            big.topk_weights.extend(&small.topk_weights);
-            let config = |tokens| Config::even(tokens, 1).rows(128, 128, 0);
-            let (few, many) = (config(LAST), config(TOKENS));
-            let Some(expected) = row.run(&few, few.run(&small)) else {
-                return row;
-            };
-            let Some(outputs) = row.run(&many, many.run(&big)) else {
-                return row;
-            };
-            let (zeros, last) = outputs.y.split_at((TOKENS - LAST) * h);
-            if last
-                .iter()
-                .zip(&expected.y)
-                .any(|(a, b)| a.to_bits() != b.to_bits())
-            {
-                row.bit_mismatches += 1;
-                row.miss("y of the last tokens has other bits than alone");
-            }
-            if zeros.iter().any(|v| *v != bf16::ZERO) {
-                row.miss("y of a row of zeros is not 0");
-            }
-            row
-        },
-    )]
+    vec![Job::new("case-13 x of more than 2^31 elements", Some(Precision::Bf16), move |mut row| {
+        if !run {
+            row.note = Some("not run: --large");
+            return row;
+        }
+        const TOKENS: usize = 2050;
+        const LAST: usize = 3;
+        let shape = Shape::new(1 << 20, 8, 2, 1);
+        let mut r = Random::new(13);
+        let small = cases::step(shape, (0..LAST).map(|t| t as i64 % 2).collect(), &mut r).convert::<bf16>();
+        let small = Step { dy: None, ..small };
+        let mut big = small.clone();
+        let h = big.shape.hidden;
+        big.x = vec![bf16::ZERO; (TOKENS - LAST) * h];
+        big.x.extend_from_slice(&small.x);
+        big.ids = vec![0; TOKENS - LAST];
+        big.ids.extend(&small.ids);
+        big.topk_weights = vec![1.0; TOKENS - LAST];
+        big.topk_weights.extend(&small.topk_weights);
+        let config = |tokens| Config::even(tokens, 1).rows(128, 128, 0);
+        let (few, many) = (config(LAST), config(TOKENS));
+        let Some(expected) = row.run(&few, few.run(&small)) else {
+            return row;
+        };
+        let Some(outputs) = row.run(&many, many.run(&big)) else {
+            return row;
+        };
+        let (zeros, last) = outputs.y.split_at((TOKENS - LAST) * h);
+        if last.iter().zip(&expected.y).any(|(a, b)| a.to_bits() != b.to_bits()) {
+            row.bit_mismatches += 1;
+            row.miss("y of the last tokens has other bits than alone");
+        }
+        if zeros.iter().any(|v| *v != bf16::ZERO) {
+            row.miss("y of a row of zeros is not 0");
+        }
+        row
+    })]
 }

@@ -48,40 +48,19 @@ impl StepFile {
         let tensors = SafeTensors::deserialize(map)?;
         let metadata = header.metadata().clone().unwrap_or_default();
         let has = |name: &str| tensors.tensor(name).is_ok();
-        let known = || {
-            REQUIRED
-                .into_iter()
-                .chain(["dy"])
-                .chain(BIASES)
-                .chain(SHARED)
-                .chain([OUTPUT_GATE])
-        };
-        let mut unknown: Vec<_> = tensors
-            .names()
-            .into_iter()
-            .filter(|n| !known().any(|k| k == *n))
-            .collect();
+        let known = || REQUIRED.into_iter().chain(["dy"]).chain(BIASES).chain(SHARED).chain([OUTPUT_GATE]);
+        let mut unknown: Vec<_> = tensors.names().into_iter().filter(|n| !known().any(|k| k == *n)).collect();
         unknown.sort_unstable();
         if let Some(name) = unknown.first() {
-            bail!(
-                "unknown tensor {name:?}: known are {}",
-                known().collect::<Vec<_>>().join(", ")
-            );
+            bail!("unknown tensor {name:?}: known are {}", known().collect::<Vec<_>>().join(", "));
         }
         for name in REQUIRED {
-            ensure!(
-                has(name),
-                "tensor {name} is missing: needed are {}",
-                REQUIRED.join(", ")
-            );
+            ensure!(has(name), "tensor {name} is missing: needed are {}", REQUIRED.join(", "));
         }
         for set in [BIASES, SHARED] {
             let given: Vec<_> = set.into_iter().filter(|n| has(n)).collect();
             if let (Some(there), Some(missing)) = (given.first(), set.iter().find(|n| !has(n))) {
-                bail!(
-                    "tensor {missing} is missing: {there} is given, and {} go together",
-                    set.join(", ")
-                );
+                bail!("tensor {missing} is missing: {there} is given, and {} go together", set.join(", "));
             }
         }
         ensure!(
@@ -93,11 +72,8 @@ impl StepFile {
 
         let x = view(&tensors, "x", FLOATS)?;
         let [n, h] = dims("x", &x, ["N", "H"])?;
-        let [ids_n, k] = dims(
-            "topk_ids",
-            &view(&tensors, "topk_ids", &[Dtype::I32, Dtype::I64])?,
-            ["N", "K"],
-        )?;
+        let [ids_n, k] =
+            dims("topk_ids", &view(&tensors, "topk_ids", &[Dtype::I32, Dtype::I64])?, ["N", "K"])?;
         let [e, i, gate_h] = dims("w_gate", &view(&tensors, "w_gate", FLOATS)?, ["E", "I", "H"])?;
         let (n, h, k, e, i) = (("N", n), ("H", h), ("K", k), ("E", e), ("I", i));
         expect("topk_ids", &[ids_n, k.1], &[n, k], "x")?;
@@ -126,10 +102,7 @@ impl StepFile {
             if has(OUTPUT_GATE) {
                 same(OUTPUT_GATE, FLOATS, &[("1", 1), h], "x")?;
             }
-            shared = Some(Shared {
-                intermediate: width,
-                output_gate: has(OUTPUT_GATE),
-            });
+            shared = Some(Shared { intermediate: width, output_gate: has(OUTPUT_GATE) });
         }
         let get = |key: &str| metadata.get(key).map(String::as_str);
         let shape = Shape {
@@ -155,17 +128,11 @@ impl StepFile {
             }
             _ => error.into(),
         })?;
-        let mut unused: Vec<_> = metadata
-            .keys()
-            .filter(|k| !METADATA.contains(&k.as_str()))
-            .collect();
+        let mut unused: Vec<_> = metadata.keys().filter(|k| !METADATA.contains(&k.as_str())).collect();
         unused.retain(|k| *k != "format"); // written by every PyTorch exporter
         unused.sort_unstable();
         for key in unused {
-            eprintln!(
-                "note: metadata {key:?} is not used; used are {}",
-                METADATA.join(", ")
-            );
+            eprintln!("note: metadata {key:?} is not used; used are {}", METADATA.join(", "));
         }
         Ok((shape, x.dtype()))
     }
@@ -197,11 +164,7 @@ impl StepFile {
                 gate: read(&tensors, SHARED[0])?,
                 up: read(&tensors, SHARED[1])?,
                 down: read(&tensors, SHARED[2])?,
-                output_gate: if s.output_gate {
-                    Some(read(&tensors, OUTPUT_GATE)?)
-                } else {
-                    None
-                },
+                output_gate: if s.output_gate { Some(read(&tensors, OUTPUT_GATE)?) } else { None },
             }),
             None => None,
         };
@@ -212,14 +175,7 @@ impl StepFile {
             biases,
             shared,
         };
-        Ok(Step {
-            x: read(&tensors, "x")?,
-            dy,
-            ids,
-            topk_weights,
-            weights,
-            shape,
-        })
+        Ok(Step { x: read(&tensors, "x")?, dy, ids, topk_weights, weights, shape })
     }
 }
 
@@ -263,16 +219,10 @@ fn activation(name: Option<&str>, limit: Option<&str>, alpha: Option<&str>) -> R
     match name.unwrap_or("swiglu") {
         "swiglu" => {
             let alpha = alpha.unwrap_or(1.0);
-            ensure!(
-                alpha == 1.0,
-                "metadata alpha is {alpha}: activation swiglu has none, swiglu_oai does"
-            );
+            ensure!(alpha == 1.0, "metadata alpha is {alpha}: activation swiglu has none, swiglu_oai does");
             Ok(Activation::SwiGlu { limit })
         }
-        "swiglu_oai" => Ok(Activation::SwiGluOai {
-            alpha: alpha.unwrap_or(1.702),
-            limit,
-        }),
+        "swiglu_oai" => Ok(Activation::SwiGluOai { alpha: alpha.unwrap_or(1.702), limit }),
         other => bail!("metadata activation is {other:?}: swiglu and swiglu_oai are known"),
     }
 }
@@ -282,14 +232,8 @@ fn floats<T: Element>(view: &TensorView) -> Vec<T> {
     let (pairs, _) = view.data().as_chunks::<2>();
     let (fours, _) = view.data().as_chunks::<4>();
     match view.dtype() {
-        Dtype::BF16 => pairs
-            .iter()
-            .map(|b| T::from_f32(bf16::from_le_bytes(*b).to_f32()))
-            .collect(),
-        _ => fours
-            .iter()
-            .map(|b| T::from_f32(f32::from_le_bytes(*b)))
-            .collect(),
+        Dtype::BF16 => pairs.iter().map(|b| T::from_f32(bf16::from_le_bytes(*b).to_f32())).collect(),
+        _ => fours.iter().map(|b| T::from_f32(f32::from_le_bytes(*b))).collect(),
     }
 }
 
@@ -368,10 +312,6 @@ impl<T: Element> View for &Tensor<'_, T> {
 /// Writes a file beside `path`, then renames it: there is never half a file.
 pub(super) fn write<T: Element>(path: &Path, tensors: &[(&'static str, Tensor<T>)]) -> Result<()> {
     let absolute = std::path::absolute(path)?;
-    safetensors::serialize_to_file(
-        tensors.iter().map(|(name, tensor)| (*name, tensor)),
-        None,
-        &absolute,
-    )
-    .map_err(|e| anyhow::anyhow!("--out {}: {e}", path.display()))
+    safetensors::serialize_to_file(tensors.iter().map(|(name, tensor)| (*name, tensor)), None, &absolute)
+        .map_err(|e| anyhow::anyhow!("--out {}: {e}", path.display()))
 }
