@@ -32,22 +32,10 @@ pub(crate) fn write(path: &Path, config: &Config, adam: &AdamW, history: &Histor
         tensors.push((format!("adam.m.{}", slot.name), dims.clone(), bytes(&slot.m)));
         tensors.push((format!("adam.v.{}", slot.name), dims, bytes(&slot.v)));
     }
-    tensors.push((
-        "history.losses".into(),
-        vec![history.losses.len()],
-        bytes(&history.losses),
-    ));
+    tensors.push(("history.losses".into(), vec![history.losses.len()], bytes(&history.losses)));
     // Steps are below 2^24, so f32 holds them.
-    let held_out: Vec<f32> = history
-        .held_out
-        .iter()
-        .flat_map(|&(step, bits)| [step as f32, bits])
-        .collect();
-    tensors.push((
-        "history.held_out".into(),
-        vec![history.held_out.len(), 2],
-        bytes(&held_out),
-    ));
+    let held_out: Vec<f32> = history.held_out.iter().flat_map(|&(step, bits)| [step as f32, bits]).collect();
+    tensors.push(("history.held_out".into(), vec![history.held_out.len(), 2], bytes(&held_out)));
 
     let metadata = HashMap::from([
         ("format".to_string(), "kodkod-train-1".to_string()),
@@ -55,10 +43,7 @@ pub(crate) fn write(path: &Path, config: &Config, adam: &AdamW, history: &Histor
         ("config".to_string(), serde_json::to_string(config)?),
     ]);
     let views = tensors.iter().map(|(name, dims, bytes)| {
-        Ok((
-            name.as_str(),
-            TensorView::new(safetensors::Dtype::F32, dims.clone(), bytes)?,
-        ))
+        Ok((name.as_str(), TensorView::new(safetensors::Dtype::F32, dims.clone(), bytes)?))
     });
     let views = views.collect::<Result<Vec<_>>>()?;
     let part = path.with_extension("safetensors.part");
@@ -100,9 +85,7 @@ impl Checkpoint {
         let file =
             SafeTensors::deserialize(&self.bytes).with_context(|| format!("{}: damaged", self.name))?;
         let values = |name: &str, dims: Option<&[usize]>| -> Result<Vec<f32>> {
-            let view = file
-                .tensor(name)
-                .with_context(|| format!("{}: {name} is missing", self.name))?;
+            let view = file.tensor(name).with_context(|| format!("{}: {name} is missing", self.name))?;
             ensure!(
                 view.dtype() == safetensors::Dtype::F32 && dims.is_none_or(|dims| dims == view.shape()),
                 "{}: {name} is {:?} {:?}, not F32 {dims:?}",
@@ -123,10 +106,7 @@ impl Checkpoint {
         let held_out = values("history.held_out", None)?;
         Ok(History {
             losses: values("history.losses", None)?,
-            held_out: held_out
-                .chunks_exact(2)
-                .map(|pair| (pair[0] as u32, pair[1]))
-                .collect(),
+            held_out: held_out.chunks_exact(2).map(|pair| (pair[0] as u32, pair[1])).collect(),
         })
     }
 }

@@ -28,10 +28,7 @@ impl Text {
                     .with_context(|| format!("--text {}: cannot read it", path.display()))?;
                 (bytes, path.display().to_string())
             }
-            None => (
-                SAMPLE.to_vec(),
-                "five novels by Jane Austen (data/austen.txt)".into(),
-            ),
+            None => (SAMPLE.to_vec(), "five novels by Jane Austen (data/austen.txt)".into()),
         };
         let train = bytes.len() - bytes.len() / HELD_OUT_SHARE;
         let least = HELD_OUT_SHARE * (context + 1);
@@ -56,9 +53,9 @@ impl Text {
 
     /// FNV-1a of all bytes, to tell texts apart.
     pub(crate) fn fingerprint(&self) -> u64 {
-        self.bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, &b| {
-            (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
-        })
+        self.bytes
+            .iter()
+            .fold(0xcbf2_9ce4_8422_2325, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
     }
 
     /// The batch of a step: `rows` windows of the training part, `(inputs, targets)`, each `rows * context` bytes. It
@@ -71,12 +68,12 @@ impl Text {
         windows(&self.bytes, starts, context)
     }
 
-    /// The held-out part in pieces: each piece's bytes are scored in a window of `context` that ends with it, so all but
-    /// the text's first bytes are predicted from at least half a context. Gives window starts, and how many of a
-    /// window's last targets are scored.
+    /// The held-out part in pieces, each scored in a window of `context` that ends with it: every byte is predicted from
+    /// at least a quarter of a context, the first ones from the end of the training part. Gives window starts, and how
+    /// many of a window's last targets are scored.
     pub(crate) fn held_out_windows(&self, context: usize) -> Vec<(usize, usize)> {
         let Range { start, end } = self.train..self.bytes.len();
-        let piece = context.div_ceil(2);
+        let piece = (context * 3).div_ceil(4);
         (start..end)
             .step_by(piece)
             .map(|from| {
@@ -101,11 +98,7 @@ fn windows(bytes: &[u8], starts: impl Iterator<Item = usize>, context: usize) ->
     let (mut inputs, mut targets) = (Vec::new(), Vec::new());
     for start in starts {
         inputs.extend(bytes[start..start + context].iter().map(|&b| u32::from(b)));
-        targets.extend(
-            bytes[start + 1..start + context + 1]
-                .iter()
-                .map(|&b| u32::from(b)),
-        );
+        targets.extend(bytes[start + 1..start + context + 1].iter().map(|&b| u32::from(b)));
     }
     (inputs, targets)
 }
@@ -124,11 +117,7 @@ mod tests {
 
     #[test]
     fn held_out_windows_score_every_byte_once() {
-        let text = Text {
-            bytes: (0..200).collect(),
-            train: 150,
-            name: String::new(),
-        };
+        let text = Text { bytes: (0..200).collect(), train: 150, name: String::new() };
         for context in [1, 7, 8, 31] {
             let mut scored = Vec::new();
             for (start, last) in text.held_out_windows(context) {
@@ -141,11 +130,7 @@ mod tests {
 
     #[test]
     fn a_batch_depends_on_seed_and_step_and_stays_in_the_training_part() {
-        let text = Text {
-            bytes: (0..=255).cycle().take(1000).collect(),
-            train: 950,
-            name: String::new(),
-        };
+        let text = Text { bytes: (0..=255).cycle().take(1000).collect(), train: 950, name: String::new() };
         let batch = |seed, step| text.batch(seed, step, 64, 16);
         assert_eq!(batch(1, 2), batch(1, 2));
         assert_ne!(batch(1, 2), batch(1, 3));

@@ -37,15 +37,15 @@ use params::Params;
 ///
 /// Options that a checkpoint also has are not given defaults here: with --resume the checkpoint's are theirs.
 #[derive(Debug, clap::Args)]
-#[command(long_about = LONG_ABOUT)]
-pub struct Args {
+#[command(after_long_help = MORE_HELP)]
+pub(crate) struct Args {
     /// Text to train on, any bytes; its last 5 % are held out [default: the sample in data/austen.txt]
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
     /// Virtual ranks that share the experts: a divisor of --experts. Changes no bit of any loss
     #[arg(long, value_name = "N", default_value_t = 4)]
     ranks: usize,
-    /// Steps of training; the learning rate falls towards the last [default: 700]
+    /// Steps of training; the learning rate falls towards the last [default: 600]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
     /// Seed of the first weights and of the batches [default: 1]
@@ -66,7 +66,7 @@ pub struct Args {
     /// What the experts' rows and weights are rounded to [default: bf16]
     #[arg(long, value_enum)]
     precision: Option<PrecisionOption>,
-    /// Sequences of a batch [default: 16]
+    /// Sequences of a batch [default: 8]
     #[arg(long, value_name = "N")]
     batch: Option<usize>,
     /// Bytes of a sequence [default: 128]
@@ -83,9 +83,7 @@ pub struct Args {
     cpu: CpuRunOptions,
 }
 
-const LONG_ABOUT: &str = "\
-Train a byte-level MoE transformer on a text, and compare it with byte n-gram models.
-
+const MORE_HELP: &str = "\
 The model is a small transformer over bytes (RMSNorm, rotary attention, AdamW), in candle; its feed-forward blocks are \
 kodkod's MoE layers, whose experts are spread over virtual ranks in this process. By default it trains for about \
 two minutes on two cores, on five novels by Jane Austen, and holds the last 5 % of the text out.
@@ -165,8 +163,8 @@ const BALANCE: f64 = 0.01;
 /// Windows of one forward when no gradient is needed.
 const EVALUATION_BATCH: usize = 32;
 /// Held-out points of the loss curve, and windows of each.
-const HELD_OUT_POINTS: usize = 14;
-const HELD_OUT_WINDOWS: usize = 96;
+const HELD_OUT_POINTS: usize = 10;
+const HELD_OUT_WINDOWS: usize = 64;
 
 impl Args {
     /// The configuration of the options and, where there is one, the checkpoint, which must not contradict.
@@ -199,21 +197,11 @@ impl Args {
                 intermediate: pick("--intermediate", m.intermediate, s.map(|s| s.intermediate), 256)?,
             },
             context: self.context(c)?,
-            batch: pick("--batch", self.batch, c.map(|c| c.batch), 16)?,
-            steps: pick("--steps", self.steps, c.map(|c| c.steps), 700)?,
+            batch: pick("--batch", self.batch, c.map(|c| c.batch), 8)?,
+            steps: pick("--steps", self.steps, c.map(|c| c.steps), 600)?,
             seed: pick("--seed", self.seed, c.map(|c| c.seed), 1)?,
-            precision: pick(
-                "--precision",
-                self.precision,
-                c.map(|c| c.precision),
-                PrecisionOption::Bf16,
-            )?,
-            learning_rate: pick(
-                "--learning-rate",
-                m.learning_rate,
-                c.map(|c| c.learning_rate),
-                0.003,
-            )?,
+            precision: pick("--precision", self.precision, c.map(|c| c.precision), PrecisionOption::Bf16)?,
+            learning_rate: pick("--learning-rate", m.learning_rate, c.map(|c| c.learning_rate), 0.003)?,
             text_bytes: text.train().len() + text.held_out().len(),
             text_fingerprint: format!("{:016x}", text.fingerprint()),
         };
@@ -242,35 +230,24 @@ impl Args {
             }
             (given, saved) => saved.or(given).unwrap_or(128),
         };
-        ensure!(
-            (2..=4096).contains(&context),
-            "--context is {context}: 2 to 4096 are allowed"
-        );
+        ensure!((2..=4096).contains(&context), "--context is {context}: 2 to 4096 are allowed");
         Ok(context)
     }
 }
 
 impl Config {
     fn validate(&self, ranks: usize) -> Result<()> {
-        let Sizes {
-            hidden,
-            layers,
-            heads,
-            experts,
-            ..
-        } = self.sizes;
+        let Sizes { hidden, layers, heads, experts, .. } = self.sizes;
         let within = |name: &str, value: usize, most: usize| {
-            ensure!(
-                (1..=most).contains(&value),
-                "{name} is {value}: 1 to {most} are allowed"
-            );
+            ensure!((1..=most).contains(&value), "{name} is {value}: 1 to {most} are allowed");
             Ok(())
         };
         within("--steps", self.steps, 1 << 24)?;
         within("--batch", self.batch, 4096)?;
         within("--layers", layers, 64)?;
         within("--heads", heads, hidden.max(1))?;
-        within("--ranks", ranks, experts.max(1))?;
+        within("--experts", experts, kodkod::Shape::MAX_EXPERTS)?;
+        within("--ranks", ranks, experts)?;
         self.sizes.moe().validate().context("the model's sizes")?;
         within("--top-k", self.sizes.top_k, experts)?;
         ensure!(
@@ -282,17 +259,15 @@ impl Config {
             "--ranks is {ranks}: it must divide --experts ({experts}), as every rank holds as many experts"
         );
         let rate = self.learning_rate;
-        ensure!(
-            rate > 0.0 && rate <= 1.0,
-            "--learning-rate is {rate}: more than 0 and at most 1 is allowed"
-        );
+        ensure!(rate > 0.0 && rate <= 1.0, "--learning-rate is {rate}: more than 0 and at most 1 is allowed");
         Ok(())
     }
 }
 
 /// Runs it.
-pub fn run(args: Args) -> Result<ExitCode> {
+pub(crate) fn run(args: Args) -> Result<ExitCode> {
     let started = Instant::now();
+    keep_memory();
     let checkpoint = args.resume.as_deref().map(Checkpoint::read).transpose()?;
     let saved = checkpoint.as_ref().map(|c| &c.config);
     let text = Text::load(args.text.as_deref(), args.context(saved)?)?;
@@ -316,21 +291,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
         PrecisionOption::F32 => Precision::F32,
     };
     let model = Model::new(&config.sizes, &group, precision, knobs, params.builder())?;
-    let mut run = Run {
-        adam: AdamW::new(params.all()),
-        history: History::default(),
-        config,
-        text,
-        model,
-    };
+    let mut run = Run { adam: AdamW::new(params.all()), history: History::default(), config, text, model };
     if let Some(checkpoint) = &checkpoint {
         run.history = checkpoint.restore(&mut run.adam)?;
     }
     let first = run.history.losses.len();
-    ensure!(
-        first <= last,
-        "--stop-at is {last}: the checkpoint of --resume is at step {first} already"
-    );
+    ensure!(first <= last, "--stop-at is {last}: the checkpoint of --resume is at step {first} already");
     let parameters: usize = run.adam.slots.iter().map(|slot| slot.m.len()).sum();
     let (config, text) = (&run.config, &run.text);
     println!(
@@ -350,12 +316,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         config.sizes.top_k,
         config.precision
     );
-    println!(
-        "machine {} ranks on {} threads, {}",
-        group.ranks(),
-        group.threads(),
-        group.isa()
-    );
+    println!("machine {} ranks on {} threads, {}", group.ranks(), group.threads(), group.isa());
     println!(
         "steps   {} to {last} of {}, {} bytes each\n",
         first + 1,
@@ -387,25 +348,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
 
     let (bits, load) = run.held_out(None)?;
-    let Run {
-        config,
-        text,
-        history,
-        ..
-    } = &run;
+    let Run { config, text, history, .. } = &run;
     let ngram = |order| {
         let whole = [text.train(), text.held_out()].concat();
         ngram::bits_per_byte(&whole, text.train().len(), order)
     };
-    let bits_per_byte = report::BitsPerByte {
-        model: bits,
-        bigram: ngram(2),
-        trigram: ngram(3),
-    };
-    let marks = [
-        ("bigram", bits_per_byte.bigram),
-        ("trigram", bits_per_byte.trigram),
-    ];
+    let bits_per_byte = report::BitsPerByte { model: bits, bigram: ngram(2), trigram: ngram(3) };
+    let marks = [("bigram", bits_per_byte.bigram), ("trigram", bits_per_byte.trigram)];
     plot::draw(&args.out.join("loss.svg"), history, &marks)?;
     let metrics = report::Metrics {
         config,
@@ -449,14 +398,7 @@ struct Run {
 impl Run {
     /// One step, from 0; returns its loss in nats per byte.
     fn step(&mut self, step: usize) -> Result<f32> {
-        let Config {
-            seed,
-            batch,
-            context,
-            steps,
-            learning_rate,
-            ..
-        } = self.config;
+        let Config { seed, batch, context, steps, learning_rate, .. } = self.config;
         let (inputs, targets) = self.text.batch(seed, step, batch, context);
         let (logits, balances) = self.model.forward(&inputs, batch)?;
         let loss = ops::cross_entropy(&logits, &targets)?;
@@ -466,11 +408,7 @@ impl Run {
             total = (total + (&balance.loss * share)?)?;
         }
         let gradients = total.backward()?;
-        self.adam.step(
-            &gradients,
-            optimizer::learning_rate(learning_rate, step, steps),
-            step,
-        )?;
+        self.adam.step(&gradients, optimizer::learning_rate(learning_rate, step, steps), step)?;
         let loss = loss.to_scalar()?;
         self.history.losses.push(loss);
         Ok(loss)
@@ -491,16 +429,11 @@ impl Run {
             let (logits, balances) = self.model.forward(&inputs, batch.len())?;
             let losses = ops::row_losses(&logits, &targets)?;
             for (losses, &(_, scored)) in losses.chunks_exact(context).zip(batch) {
-                nats += losses[context - scored..]
-                    .iter()
-                    .map(|&l| f64::from(l))
-                    .sum::<f64>();
+                nats += losses[context - scored..].iter().map(|&l| f64::from(l)).sum::<f64>();
                 bytes += scored;
             }
             for (sum, balance) in load.iter_mut().zip(&balances) {
-                sum.iter_mut()
-                    .zip(&balance.load)
-                    .for_each(|(sum, &n)| *sum += u64::from(n));
+                sum.iter_mut().zip(&balance.load).for_each(|(sum, &n)| *sum += u64::from(n));
             }
         }
         Ok((nats / bytes as f64 / std::f64::consts::LN_2, load))
@@ -513,18 +446,31 @@ fn active(sizes: &Sizes, parameters: usize) -> usize {
     parameters - sizes.layers * (sizes.experts - sizes.top_k) * expert
 }
 
+/// Has glibc keep the memory that a step frees for the next step, which would else fault it in again page by page.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn keep_memory() {
+    use std::ffi::c_int;
+    unsafe extern "C" {
+        fn mallopt(parameter: c_int, value: c_int) -> c_int;
+    }
+    const TRIM_THRESHOLD: c_int = -1;
+    const MMAP_THRESHOLD: c_int = -3;
+    for parameter in [TRIM_THRESHOLD, MMAP_THRESHOLD] {
+        // SAFETY: mallopt takes its own lock and only changes when memory goes back to the system.
+        unsafe { mallopt(parameter, c_int::MAX) };
+    }
+}
+
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+fn keep_memory() {}
+
 /// Makes the folder and sees that a file can be written there, before two minutes are spent.
 fn prepare(out: &std::path::Path) -> Result<()> {
     let probe = out.join("checkpoint.safetensors.part");
     std::fs::create_dir_all(out)
         .and_then(|()| std::fs::write(&probe, b""))
         .and_then(|()| std::fs::remove_file(&probe))
-        .with_context(|| {
-            format!(
-                "--out {}: a folder that can be written to is needed",
-                out.display()
-            )
-        })
+        .with_context(|| format!("--out {}: a folder that can be written to is needed", out.display()))
 }
 
 /// A bar on a terminal, a line now and then elsewhere.
@@ -551,14 +497,7 @@ impl Progress {
             bar
         });
         let now = Instant::now();
-        Progress {
-            bar,
-            last,
-            first,
-            started: now,
-            said: now.into(),
-            quiet,
-        }
+        Progress { bar, last, first, started: now, said: now.into(), quiet }
     }
 
     fn step(&self, done: usize, nats: f32, rate: f64, held_out: Option<f32>) {
@@ -579,10 +518,7 @@ impl Progress {
                     self.said.set(Instant::now());
                     let gone = self.started.elapsed().as_secs_f64();
                     let left = gone / (done - self.first) as f64 * (self.last - done) as f64;
-                    eprintln!(
-                        "step {done}/{}  {message}  {gone:.0} s gone, {left:.0} s left",
-                        self.last
-                    );
+                    eprintln!("step {done}/{}  {message}  {gone:.0} s gone, {left:.0} s left", self.last);
                 }
             }
         }

@@ -90,10 +90,7 @@ impl Model {
             embedding: vb.get_with_hints(
                 (VOCABULARY, d),
                 "embedding",
-                Init::Randn {
-                    mean: 0.0,
-                    stdev: 0.5,
-                },
+                Init::Randn { mean: 0.0, stdev: 0.5 },
             )?,
             blocks: blocks.collect::<Result<_>>()?,
             norm: vb.get_with_hints(d, "norm", Init::Const(1.0))?,
@@ -147,30 +144,17 @@ impl Block {
         let shifted = ops::rms_norm(x, &self.attention_norm)?.reshape((batch, n, d))?;
         let shifted = ops::token_shift(&shifted, &self.shift)?.reshape((rows, d))?;
         let heads = |weight: &Tensor, rotary| -> Result<Tensor> {
-            Ok(ops::split_heads(
-                &shifted.matmul(&weight.t()?)?.reshape((batch, n, d))?,
-                self.heads,
-                rotary,
-            )?)
+            Ok(ops::split_heads(&shifted.matmul(&weight.t()?)?.reshape((batch, n, d))?, self.heads, rotary)?)
         };
-        let (query, key, value) = (
-            heads(&self.query, true)?,
-            heads(&self.key, true)?,
-            heads(&self.value, false)?,
-        );
+        let (query, key, value) =
+            (heads(&self.query, true)?, heads(&self.key, true)?, heads(&self.value, false)?);
         let scale = ((d / self.heads) as f32).powf(-0.5);
         let attention = ops::causal_softmax(&query.matmul(&key.t()?)?, scale)?.matmul(&value)?;
         let attention = attention.transpose(1, 2)?.reshape((rows, d))?;
         let x = (x + attention.matmul(&self.output.t()?)?)?;
 
         let out = self.moe.forward_train(&ops::rms_norm(&x, &self.moe_norm)?)?;
-        Ok((
-            (&x + out.y)?,
-            Balance {
-                loss: out.routed.balance_loss()?,
-                load: out.routed.load,
-            },
-        ))
+        Ok(((&x + out.y)?, Balance { loss: out.routed.balance_loss()?, load: out.routed.load }))
     }
 }
 

@@ -16,11 +16,8 @@ pub(crate) fn bits_per_byte(text: &[u8], from: usize, order: usize) -> f64 {
     let levels: Vec<Level> = (1..=order).map(|n| Level::count(&text[..from], n)).collect();
     let bits: f64 = (from..text.len())
         .map(|at| {
-            let p = levels
-                .iter()
-                .enumerate()
-                .filter(|(n, _)| *n <= at)
-                .fold(1.0 / 256.0, |lower, (n, level)| {
+            let p =
+                levels.iter().enumerate().filter(|(n, _)| *n <= at).fold(1.0 / 256.0, |lower, (n, level)| {
                     level.probability(index(&text[at - n..at]), text[at], lower)
                 });
             -p.log2()
@@ -43,18 +40,10 @@ impl Level {
         let seen = |times| counts.iter().filter(|&&c| c == times).count() as f64;
         let (once, twice) = (seen(1), seen(2));
         // Without n-grams seen once there is nothing to estimate it from: keep a little for the unseen.
-        let discount = if once > 0.0 {
-            once / (once + 2.0 * twice)
-        } else {
-            0.5
-        };
+        let discount = if once > 0.0 { once / (once + 2.0 * twice) } else { 0.5 };
         let totals = |row: &[u32]| (row.iter().sum(), row.iter().filter(|&&c| c > 0).count() as u32);
         let totals = counts.chunks_exact(256).map(totals).collect();
-        Level {
-            counts,
-            totals,
-            discount: discount.min(0.99),
-        }
+        Level { counts, totals, discount: discount.min(0.99) }
     }
 
     fn probability(&self, history: usize, byte: u8, lower: f64) -> f64 {

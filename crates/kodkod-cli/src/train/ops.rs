@@ -30,9 +30,7 @@ pub(crate) fn token_shift(x: &Tensor, mix: &Tensor) -> Result<Tensor> {
 
 /// Mean over rows of `-ln softmax(logits)[target]`, `logits` `[rows, classes]`.
 pub(crate) fn cross_entropy(logits: &Tensor, targets: &[u32]) -> Result<Tensor> {
-    logits.apply_op1(CrossEntropy {
-        targets: targets.to_vec(),
-    })
+    logits.apply_op1(CrossEntropy { targets: targets.to_vec() })
 }
 
 /// `-ln softmax(logits)[target]` of every row.
@@ -102,9 +100,7 @@ struct RmsNorm;
 
 /// `1 / sqrt(mean(x^2) + 1e-6)`
 fn inverse_rms(row: &[f32]) -> f32 {
-    (dot(row.len(), |i| row[i] * row[i]) / row.len() as f32 + 1e-6)
-        .sqrt()
-        .recip()
+    (dot(row.len(), |i| row[i] * row[i]) / row.len() as f32 + 1e-6).sqrt().recip()
 }
 
 impl CustomOp2 for RmsNorm {
@@ -123,10 +119,7 @@ impl CustomOp2 for RmsNorm {
         let width = gain.len();
         let mut y = vec![0.0; x.len()];
         in_rows(&mut y, width, |first, rows| {
-            for (y, x) in rows
-                .chunks_exact_mut(width)
-                .zip(x[first * width..].chunks_exact(width))
-            {
+            for (y, x) in rows.chunks_exact_mut(width).zip(x[first * width..].chunks_exact(width)) {
                 let r = inverse_rms(x);
                 (0..width).for_each(|i| y[i] = x[i] * r * gain[i]);
             }
@@ -227,11 +220,7 @@ impl SplitHeads {
         let pairs = width / 2;
         let angle = |position: usize, i: usize| {
             let frequency = 10_000_f32.powf(-2.0 * i as f32 / width as f32);
-            let angle = if self.rotary {
-                position as f32 * frequency
-            } else {
-                0.0
-            };
+            let angle = if self.rotary { position as f32 * frequency } else { 0.0 };
             (angle.cos(), angle.sin())
         };
         (0..n * pairs).map(|at| angle(at / pairs, at % pairs)).collect()
@@ -418,11 +407,7 @@ mod tests {
         };
         let gradients = loss(&vars)?.backward()?;
         for (v, var) in vars.iter().enumerate() {
-            let gradient = gradients
-                .get(var)
-                .expect("a gradient")
-                .flatten_all()?
-                .to_vec1::<f32>()?;
+            let gradient = gradients.get(var).expect("a gradient").flatten_all()?.to_vec1::<f32>()?;
             let values = var.flatten_all()?.to_vec1::<f32>()?;
             let mut worst = (0.0, 0);
             for i in 0..values.len() {
@@ -440,10 +425,7 @@ mod tests {
                 };
             }
             var.set(&Tensor::from_vec(values, var.shape(), &Device::Cpu)?)?;
-            println!(
-                "{name}, input {v}: largest error {:.1e} at {} (tolerance 2e-3)",
-                worst.0, worst.1
-            );
+            println!("{name}, input {v}: largest error {:.1e} at {} (tolerance 2e-3)", worst.0, worst.1);
             assert!(worst.0 < 2e-3, "{name}, input {v}");
         }
         Ok(())
@@ -470,10 +452,7 @@ mod tests {
         let x = Tensor::from_vec(noise(2 * 5 * 8, 8), (2, 5, 8), &Device::Cpu)?;
         let (turned, plain) = (split_heads(&x, 2, true)?, split_heads(&x, 2, false)?);
         let expected = x.reshape((2, 5, 2, 4))?.transpose(1, 2)?.contiguous()?;
-        assert_eq!(
-            plain.flatten_all()?.to_vec1::<f32>()?,
-            expected.flatten_all()?.to_vec1::<f32>()?
-        );
+        assert_eq!(plain.flatten_all()?.to_vec1::<f32>()?, expected.flatten_all()?.to_vec1::<f32>()?);
         let lengths = |t: &Tensor| t.sqr()?.sum(3)?.flatten_all()?.to_vec1::<f32>();
         for (a, b) in lengths(&turned)?.iter().zip(lengths(&plain)?) {
             assert!((a - b).abs() < 1e-5);

@@ -49,16 +49,9 @@ impl AdamW {
     pub(crate) fn new(vars: Vec<(String, Var)>) -> Self {
         let slots = vars.into_iter().map(|(name, var)| {
             let n = var.elem_count();
-            Slot {
-                name,
-                var,
-                m: vec![0.0; n],
-                v: vec![0.0; n],
-            }
+            Slot { name, var, m: vec![0.0; n], v: vec![0.0; n] }
         });
-        AdamW {
-            slots: slots.collect(),
-        }
+        AdamW { slots: slots.collect() }
     }
 
     /// Moves the variables by their gradients, at `step` (from 0). Returns the norm of all gradients, before clipping.
@@ -71,10 +64,7 @@ impl AdamW {
         }
         let norm = squares.sqrt() as f32;
         if !norm.is_finite() {
-            bail!(
-                "the gradients' norm is {norm} at step {}: the training diverged",
-                step + 1
-            )
+            bail!("the gradients' norm is {norm} at step {}: the training diverged", step + 1)
         }
         let t = step as i32 + 1;
         let update = Update {
@@ -88,12 +78,7 @@ impl AdamW {
             // Gains and mixes are not weights of a sum: decay would only pull them from where they work.
             let decay = if var.rank() > 1 { DECAY } else { 0.0 };
             with_f32(g, |g, _| {
-                var.inplace_op1(&Apply {
-                    update: &update,
-                    decay,
-                    g,
-                    moments: RefCell::new((m, v)),
-                })
+                var.inplace_op1(&Apply { update: &update, decay, g, moments: RefCell::new((m, v)) })
             })?;
         }
         Ok(norm)
@@ -167,13 +152,7 @@ mod tests {
         use candle_nn::{Optimizer, ParamsAdamW};
         let start = Tensor::from_vec(vec![0.5_f32, -1.0, 2.0, 0.01], (2, 2), &Device::Cpu)?;
         let (ours, theirs) = (Var::from_tensor(&start)?, Var::from_tensor(&start)?);
-        let params = ParamsAdamW {
-            lr: 0.01,
-            beta1: 0.9,
-            beta2: 0.99,
-            eps: 1e-8,
-            weight_decay: 0.1,
-        };
+        let params = ParamsAdamW { lr: 0.01, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
         let mut reference = candle_nn::AdamW::new(vec![theirs.clone()], params)?;
         let mut adam = AdamW::new(vec![("w".into(), ours.clone())]);
         // A loss whose gradient stays below the clip.

@@ -18,10 +18,7 @@ pub(crate) struct Params {
 impl Params {
     /// None yet.
     pub(crate) fn new(seed: u64) -> Self {
-        Params {
-            vars: Arc::default(),
-            seed,
-        }
+        Params { vars: Arc::default(), seed }
     }
 
     /// A builder over these variables.
@@ -32,9 +29,7 @@ impl Params {
     /// All variables, by name in order.
     pub(crate) fn all(&self) -> Vec<(String, Var)> {
         let vars = self.vars.lock().unwrap_or_else(PoisonError::into_inner);
-        vars.iter()
-            .map(|(name, var)| (name.clone(), var.clone()))
-            .collect()
+        vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect()
     }
 }
 
@@ -51,9 +46,9 @@ impl SimpleBackend for Params {
         let stream = name.bytes().fold(mix(self.seed), |h, b| mix(h ^ u64::from(b)));
         let values: Vec<f32> = match init {
             Init::Const(value) => vec![value as f32; shape.elem_count()],
-            Init::Randn { mean, stdev } => (0..shape.elem_count() as u64)
-                .map(|i| (mean + stdev * normal(stream, i)) as f32)
-                .collect(),
+            Init::Randn { mean, stdev } => {
+                (0..shape.elem_count() as u64).map(|i| (mean + stdev * normal(stream, i)) as f32).collect()
+            }
             other => bail!("{name}: initial values by {other:?} are not offered"),
         };
         let var = Var::from_vec(values, shape, device)?;
@@ -70,10 +65,7 @@ impl SimpleBackend for Params {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.vars
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .contains_key(name)
+        self.vars.lock().unwrap_or_else(PoisonError::into_inner).contains_key(name)
     }
 }
 
@@ -82,9 +74,7 @@ impl SimpleBackend for Params {
 fn normal(stream: u64, i: u64) -> f64 {
     let first = mix(stream ^ mix(i));
     let words = [first, mix(first), mix(first ^ 1)];
-    let uniforms = words
-        .iter()
-        .flat_map(|w| (0..4).map(move |part| (w >> (16 * part)) & 0xffff));
+    let uniforms = words.iter().flat_map(|w| (0..4).map(move |part| (w >> (16 * part)) & 0xffff));
     uniforms.map(|u| (u as f64 + 0.5) / 65536.0).sum::<f64>() - 6.0
 }
 
@@ -95,9 +85,7 @@ mod tests {
     #[test]
     fn normal_numbers_have_mean_zero_and_variance_one() {
         let n = 100_000;
-        let (sum, squares) = (0..n)
-            .map(|i| normal(7, i))
-            .fold((0.0, 0.0), |(s, q), x| (s + x, q + x * x));
+        let (sum, squares) = (0..n).map(|i| normal(7, i)).fold((0.0, 0.0), |(s, q), x| (s + x, q + x * x));
         let (mean, variance) = (sum / n as f64, squares / n as f64);
         println!("mean {mean:.4}, variance {variance:.4}");
         assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.02);

@@ -20,28 +20,15 @@ pub(crate) fn draw(path: &Path, history: &History, marks: &[Mark]) -> Result<()>
 }
 
 fn render(path: &Path, history: &History, marks: &[Mark]) -> Result<()> {
-    let bits: Vec<f64> = history
-        .losses
-        .iter()
-        .map(|&nats| f64::from(nats) / std::f64::consts::LN_2)
-        .collect();
+    let bits: Vec<f64> =
+        history.losses.iter().map(|&nats| f64::from(nats) / std::f64::consts::LN_2).collect();
     let steps = bits.len() as f64;
-    let held_out: Vec<(f64, f64)> = history
-        .held_out
-        .iter()
-        .map(|&(s, b)| (f64::from(s), f64::from(b)))
-        .collect();
-    let low = bits
-        .iter()
-        .chain(held_out.iter().map(|(_, b)| b))
-        .chain(marks.iter().map(|(_, b)| b));
+    let held_out: Vec<(f64, f64)> =
+        history.held_out.iter().map(|&(s, b)| (f64::from(s), f64::from(b))).collect();
+    let low = bits.iter().chain(held_out.iter().map(|(_, b)| b)).chain(marks.iter().map(|(_, b)| b));
     let low = low.copied().fold(f64::INFINITY, f64::min);
     // The first steps start at 8 bits and more: what matters lies below 5.
-    let top = bits
-        .first()
-        .copied()
-        .unwrap_or(8.0)
-        .clamp(low + 1.0, 5.0_f64.max(low + 1.0));
+    let top = bits.first().copied().unwrap_or(8.0).clamp(low + 1.0, 5.0_f64.max(low + 1.0));
     let bottom = (low - 0.25).max(0.0);
 
     let root = SVGBackend::new(path, (960, 560)).into_drawing_area();
@@ -72,16 +59,13 @@ fn render(path: &Path, history: &History, marks: &[Mark]) -> Result<()> {
         let style = TextStyle::from(("sans-serif", 14)).color(&GREY);
         let label = format!("{label} {level:.3}");
         let above = level + (top - bottom) * 0.042;
-        chart.draw_series([Text::new(label, (steps * 0.84, above), style)])?;
+        chart.draw_series([Text::new(label, (steps * 0.012, above), style)])?;
     }
-    let clipped = |points: Vec<(f64, f64)>| points.into_iter().map(move |(s, b)| (s, b.min(top)));
+    let visible = |points: Vec<(f64, f64)>| points.into_iter().filter(move |(_, bits)| *bits <= top);
     let points = (1..).map(f64::from).zip(bits.iter().copied()).collect();
-    chart.draw_series(LineSeries::new(clipped(points), TRAIN.mix(0.25).stroke_width(1)))?;
+    chart.draw_series(LineSeries::new(visible(points), TRAIN.mix(0.25).stroke_width(1)))?;
     chart
-        .draw_series(LineSeries::new(
-            clipped(moving_mean(&bits)),
-            TRAIN.stroke_width(2),
-        ))?
+        .draw_series(LineSeries::new(visible(moving_mean(&bits)), TRAIN.stroke_width(2)))?
         .label("training, moving mean")
         .legend(|(x, y)| PathElement::new([(x, y), (x + 22, y)], TRAIN.stroke_width(2)));
     let inside = held_out.iter().filter(|(_, b)| *b < top);
@@ -105,10 +89,7 @@ fn render(path: &Path, history: &History, marks: &[Mark]) -> Result<()> {
 fn moving_mean(values: &[f64]) -> Vec<(f64, f64)> {
     let width = (values.len() / 40).max(1);
     let mean = |(i, window): (usize, &[f64])| {
-        (
-            i as f64 + (width + 1) as f64 / 2.0,
-            window.iter().sum::<f64>() / width as f64,
-        )
+        (i as f64 + (width + 1) as f64 / 2.0, window.iter().sum::<f64>() / width as f64)
     };
     values.windows(width).enumerate().map(mean).collect()
 }

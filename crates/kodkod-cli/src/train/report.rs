@@ -72,11 +72,9 @@ impl Metrics<'_> {
             "bits per byte",
             "against the bigram",
         ]);
-        for (name, value) in [
-            ("this model", bits.model),
-            ("byte trigram", bits.trigram),
-            ("byte bigram", bits.bigram),
-        ] {
+        for (name, value) in
+            [("this model", bits.model), ("byte trigram", bits.trigram), ("byte bigram", bits.bigram)]
+        {
             let against = format!("{:+.1} %", 100.0 * (value / bits.bigram - 1.0));
             table.add_row([Cell::new(name), right(format!("{value:.4}")), right(against)]);
         }
@@ -99,12 +97,7 @@ impl Metrics<'_> {
                 .collect::<Vec<_>>()
                 .join(" ");
             let peak = format!("{:.2}", most as f64 * load.len() as f64 / total);
-            table.add_row([
-                Cell::new(layer),
-                Cell::new(shares),
-                Cell::new(bars(load, most)),
-                right(peak),
-            ]);
+            table.add_row([Cell::new(layer), Cell::new(shares), Cell::new(bars(load, most)), right(peak)]);
         }
         println!("{table}");
     }
@@ -113,9 +106,7 @@ impl Metrics<'_> {
 /// One bar an expert, the tallest for the largest load.
 fn bars(load: &[u64], most: u64) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-    load.iter()
-        .map(|&n| BARS[(n * 8).div_ceil(most.max(1)).clamp(1, 8) as usize - 1])
-        .collect()
+    load.iter().map(|&n| BARS[(n * 8).div_ceil(most.max(1)).clamp(1, 8) as usize - 1]).collect()
 }
 
 #[cfg(test)]
