@@ -22,10 +22,7 @@ fn noise(n: usize, seed: u32) -> Vec<f32> {
 }
 
 fn var(dims: &[usize], scale: f32, seed: u32) -> Result<Var> {
-    let values = noise(dims.iter().product(), seed)
-        .into_iter()
-        .map(|v| v * scale)
-        .collect();
+    let values = noise(dims.iter().product(), seed).into_iter().map(|v| v * scale).collect();
     Var::from_vec::<_, f32>(values, dims, &DEVICE)
 }
 
@@ -36,40 +33,25 @@ fn group(ranks: usize) -> Result<ExpertGroup> {
 /// Everything a layer can have: shared experts with an output gate, biases, a clamp.
 fn full_shape() -> Shape {
     Shape {
-        shared: Some(Shared {
-            intermediate: 16,
-            output_gate: true,
-        }),
-        activation: Activation::SwiGluOai {
-            alpha: 1.702,
-            limit: Some(0.9),
-        },
+        shared: Some(Shared { intermediate: 16, output_gate: true }),
+        activation: Activation::SwiGluOai { alpha: 1.702, limit: Some(0.9) },
         biases: true,
         ..Shape::new(16, 24, 4, 2)
     }
 }
 
 /// All variables of the experts of a shape, by name, and a builder that hands them out.
-fn experts(shape: &Shape, scale: f32) -> Result<(Vec<(String, Var)>, VarBuilder<'static>, VarMap)> {
+fn experts(shape: &Shape, scale: f32) -> Result<(Vec<(String, Var)>, VarBuilder<'static>)> {
     let map = VarMap::new();
     let vb = VarBuilder::from_varmap(&map, DType::F32, &DEVICE);
     ExpertWeights::new(shape, vb.clone())?;
-    let mut named: Vec<_> = map
-        .data()
-        .lock()
-        .expect("no panic holds it")
-        .clone()
-        .into_iter()
-        .collect();
+    let mut named: Vec<_> = map.data().lock().expect("no panic holds it").clone().into_iter().collect();
     named.sort_by(|a, b| a.0.cmp(&b.0));
     for (i, (_, v)) in named.iter().enumerate() {
-        let values = noise(v.elem_count(), 100 + i as u32)
-            .into_iter()
-            .map(|x| x * scale)
-            .collect();
+        let values = noise(v.elem_count(), 100 + i as u32).into_iter().map(|x| x * scale).collect();
         v.set(&Tensor::from_vec::<_, f32>(values, v.shape(), &DEVICE)?)?;
     }
-    Ok((named, vb, map))
+    Ok((named, vb))
 }
 
 fn values(t: &Tensor) -> Result<Vec<f32>> {
@@ -94,13 +76,8 @@ fn plain(shape: &Shape, w: &ExpertWeights, x: &Tensor, ids: &[i32], weights: &Te
     let (tokens, k) = weights.dims2()?;
     let mut y = x.zeros_like()?;
     for e in 0..shape.experts {
-        let mask = ids
-            .iter()
-            .map(|&id| f32::from(u8::from(id == e as i32)))
-            .collect::<Vec<_>>();
-        let share = weights
-            .mul(&Tensor::from_vec(mask, (tokens, k), &DEVICE)?)?
-            .sum_keepdim(D::Minus1)?;
+        let mask = ids.iter().map(|&id| f32::from(u8::from(id == e as i32))).collect::<Vec<_>>();
+        let share = weights.mul(&Tensor::from_vec(mask, (tokens, k), &DEVICE)?)?.sum_keepdim(D::Minus1)?;
         let mut g = x.matmul(&w.gate.get(e)?.t()?)?;
         let mut u = x.matmul(&w.up.get(e)?.t()?)?;
         if let Some(b) = &w.biases {
@@ -126,20 +103,17 @@ fn plain(shape: &Shape, w: &ExpertWeights, x: &Tensor, ids: &[i32], weights: &Te
 
 /// `sum(y * fixed noise)`, so that every output counts differently.
 fn weighed(y: &Tensor) -> Result<Tensor> {
-    y.mul(&Tensor::from_vec(noise(y.elem_count(), 77), y.shape(), &DEVICE)?)?
-        .sum_all()
+    y.mul(&Tensor::from_vec(noise(y.elem_count(), 77), y.shape(), &DEVICE)?)?.sum_all()
 }
 
 #[test]
 fn output_and_every_gradient_agree_with_candles_autograd() -> Result<()> {
     for (name, shape) in [("plain", Shape::new(16, 24, 4, 2)), ("full", full_shape())] {
-        let (named, vb, _) = experts(&shape, 0.4)?;
+        let (named, vb) = experts(&shape, 0.4)?;
         let x = var(&[11, shape.hidden], 1.0, 1)?;
         let weights = var(&[11, 2], 1.0, 2)?;
         // Some tokens have one route or none, one goes twice to the same expert.
-        let ids = [
-            0, 1, 2, 3, 3, 0, 1, -1, -1, -1, 2, 2, 0, 3, 1, 2, 3, 1, 0, 2, 1, 0,
-        ];
+        let ids = [0, 1, 2, 3, 3, 0, 1, -1, -1, -1, 2, 2, 0, 3, 1, 2, 3, 1, 0, 2, 1, 0];
         let own = ExpertWeights::new(&shape, vb)?;
         let layer = MoeExperts::new(
             &group(2)?,
@@ -155,15 +129,9 @@ fn output_and_every_gradient_agree_with_candles_autograd() -> Result<()> {
         assert!(error < 1e-5);
 
         let (ours, theirs) = (weighed(&ours)?.backward()?, weighed(&theirs)?.backward()?);
-        let inputs = [
-            ("x".to_string(), x.clone()),
-            ("topk_weights".to_string(), weights.clone()),
-        ];
+        let inputs = [("x".to_string(), x.clone()), ("topk_weights".to_string(), weights.clone())];
         for (what, v) in inputs.iter().chain(&named) {
-            let (a, b) = (
-                ours.get(v).expect("a gradient"),
-                theirs.get(v).expect("a gradient"),
-            );
+            let (a, b) = (ours.get(v).expect("a gradient"), theirs.get(v).expect("a gradient"));
             let (error, size) = (largest(a, b)?, largest(b, &b.zeros_like()?)?);
             println!(
                 "{name}: d {what} differs by at most {error:.1e} of {size:.1e} (tolerance 2e-5 + 1e-5 of it)"
@@ -176,26 +144,15 @@ fn output_and_every_gradient_agree_with_candles_autograd() -> Result<()> {
 
 #[test]
 fn gradients_match_differences_through_router_experts_and_balance() -> Result<()> {
-    let shape = Shape {
-        shared: Some(Shared {
-            intermediate: 8,
-            output_gate: true,
-        }),
-        ..Shape::new(8, 8, 3, 2)
-    };
+    let shape =
+        Shape { shared: Some(Shared { intermediate: 8, output_gate: true }), ..Shape::new(8, 8, 3, 2) };
     for scoring in [Scoring::Softmax, Scoring::Sigmoid] {
         let map = VarMap::new();
         let vb = VarBuilder::from_varmap(&map, DType::F32, &DEVICE);
         let mut config = MoeConfig::new(shape.clone());
         (config.precision, config.router.scoring, config.router.scaling) = (Precision::F32, scoring, 1.5);
         let layer = MoeLayer::new(&group(1)?, &config, vb)?;
-        let mut named: Vec<_> = map
-            .data()
-            .lock()
-            .expect("no panic holds it")
-            .clone()
-            .into_iter()
-            .collect();
+        let mut named: Vec<_> = map.data().lock().expect("no panic holds it").clone().into_iter().collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
         named.retain(|(name, _)| !name.contains("correction_bias"));
         for (i, (_, v)) in named.iter().enumerate() {
@@ -206,10 +163,7 @@ fn gradients_match_differences_through_router_experts_and_balance() -> Result<()
 
         let loss = || -> Result<(Tensor, Vec<i32>)> {
             let out = layer.forward_train(&x)?;
-            Ok((
-                (weighed(&out.y)? + (out.routed.balance_loss()? * 0.5)?)?,
-                out.routed.ids,
-            ))
+            Ok(((weighed(&out.y)? + (out.routed.balance_loss()? * 0.5)?)?, out.routed.ids))
         };
         let (start, ids) = loss()?;
         let gradients = start.backward()?;
@@ -234,10 +188,7 @@ fn gradients_match_differences_through_router_experts_and_balance() -> Result<()
                 }
             }
             v.set(&Tensor::from_vec(original, v.shape(), &DEVICE)?)?;
-            println!(
-                "{scoring:?}, {name}: largest error {:.1e} at {} (tolerance 3e-3)",
-                worst.0, worst.1
-            );
+            println!("{scoring:?}, {name}: largest error {:.1e} at {} (tolerance 3e-3)", worst.0, worst.1);
             assert!(worst.0 < 3e-3, "{scoring:?}: {name}");
         }
         assert!(checked > 500, "only {checked} differences stayed on their routes");
@@ -248,25 +199,16 @@ fn gradients_match_differences_through_router_experts_and_balance() -> Result<()
 /// The bits of y and of every gradient, in a fixed order.
 fn bits(ranks: usize, split: Option<&[usize]>, precision: Precision) -> Result<Vec<u32>> {
     let shape = Shape {
-        shared: Some(Shared {
-            intermediate: 16,
-            output_gate: true,
-        }),
+        shared: Some(Shared { intermediate: 16, output_gate: true }),
         biases: true,
         ..Shape::new(32, 48, 8, 2)
     };
-    let (named, vb, _) = experts(&shape, 0.3)?;
+    let (named, vb) = experts(&shape, 0.3)?;
     let x = var(&[37, 32], 1.0, 9)?;
     let weights = var(&[37, 2], 1.0, 10)?;
     let ids: Vec<i32> = noise(74, 11).iter().map(|v| ((v + 1.0) * 4.0) as i32).collect();
     let own = ExpertWeights::new(&shape, vb)?;
-    let layer = MoeExperts::new(
-        &group(ranks)?,
-        shape.clone(),
-        Knobs::for_shape(&shape),
-        precision,
-        own,
-    )?;
+    let layer = MoeExperts::new(&group(ranks)?, shape.clone(), Knobs::for_shape(&shape), precision, own)?;
     let y = match split {
         Some(split) => layer.forward_split(&x, &ids, &weights, split)?,
         None => layer.forward(&x, &ids, &weights)?,
@@ -305,17 +247,10 @@ fn ranks_and_splits_change_no_bit() -> Result<()> {
 #[test]
 fn bf16_stays_near_f32() -> Result<()> {
     let (a, b) = (bits(2, None, Precision::Bf16)?, bits(2, None, Precision::F32)?);
-    let pairs = a
-        .iter()
-        .zip(&b)
-        .map(|(&a, &b)| (f32::from_bits(a), f32::from_bits(b)));
-    let (error, size) = pairs.fold((0.0_f64, 0.0_f64), |(e, s), (a, b)| {
-        (e + f64::from((a - b).abs()), s + f64::from(b.abs()))
-    });
-    println!(
-        "sum |bf16 - f32| / sum |f32| = {:.1e} (tolerance 1e-2)",
-        error / size
-    );
+    let pairs = a.iter().zip(&b).map(|(&a, &b)| (f32::from_bits(a), f32::from_bits(b)));
+    let (error, size) = pairs
+        .fold((0.0_f64, 0.0_f64), |(e, s), (a, b)| (e + f64::from((a - b).abs()), s + f64::from(b.abs())));
+    println!("sum |bf16 - f32| / sum |f32| = {:.1e} (tolerance 1e-2)", error / size);
     assert!(error / size < 1e-2 && error > 0.0);
     Ok(())
 }
@@ -326,23 +261,14 @@ fn layers_and_forwards_may_interleave_and_a_graph_can_be_walked_twice() -> Resul
     let map = VarMap::new();
     let vb = VarBuilder::from_varmap(&map, DType::F32, &DEVICE);
     let group = group(2)?;
-    let config = MoeConfig {
-        precision: Precision::F32,
-        ..MoeConfig::new(shape)
-    };
-    let (first, second) = (
-        MoeLayer::new(&group, &config, vb.pp("a"))?,
-        MoeLayer::new(&group, &config, vb.pp("b"))?,
-    );
+    let config = MoeConfig { precision: Precision::F32, ..MoeConfig::new(shape) };
+    let (first, second) =
+        (MoeLayer::new(&group, &config, vb.pp("a"))?, MoeLayer::new(&group, &config, vb.pp("b"))?);
     let inputs = [var(&[5, 16], 1.0, 1)?, var(&[9, 16], 1.0, 2)?];
     let forward = |x: &Tensor| weighed(&second.forward_train(&first.forward_train(x)?.y)?.y);
     let alone = |x: &Var| -> Result<Vec<Vec<f32>>> {
         let gradients = forward(x)?.backward()?;
-        map.all_vars()
-            .iter()
-            .chain([x])
-            .map(|v| values(gradients.get(v).expect("a gradient")))
-            .collect()
+        map.all_vars().iter().chain([x]).map(|v| values(gradients.get(v).expect("a gradient"))).collect()
     };
     let expected = [alone(&inputs[0])?, alone(&inputs[1])?];
 
@@ -363,11 +289,7 @@ fn layers_and_forwards_may_interleave_and_a_graph_can_be_walked_twice() -> Resul
     let gradients = (&losses[0] + &losses[1])?.backward()?;
     for (v, (a, b)) in map.all_vars().iter().zip(expected[0].iter().zip(&expected[1])) {
         let sum = values(gradients.get(v).expect("a gradient"))?;
-        assert!(
-            sum.iter()
-                .zip(a.iter().zip(b))
-                .all(|(s, (a, b))| (s - (a + b)).abs() < 1e-5)
-        );
+        assert!(sum.iter().zip(a.iter().zip(b)).all(|(s, (a, b))| (s - (a + b)).abs() < 1e-5));
     }
     Ok(())
 }
@@ -375,19 +297,11 @@ fn layers_and_forwards_may_interleave_and_a_graph_can_be_walked_twice() -> Resul
 #[test]
 fn constants_get_no_gradient_and_bf16_tensors_are_taken() -> Result<()> {
     let shape = full_shape();
-    let (named, vb, _) = experts(&shape, 0.4)?;
+    let (named, vb) = experts(&shape, 0.4)?;
     let own = ExpertWeights::new(&shape, vb)?;
-    let frozen = ExpertWeights {
-        gate: own.gate.detach(),
-        ..own
-    };
-    let layer = MoeExperts::new(
-        &group(1)?,
-        shape.clone(),
-        Knobs::for_shape(&shape),
-        Precision::Bf16,
-        frozen,
-    )?;
+    let frozen = ExpertWeights { gate: own.gate.detach(), ..own };
+    let layer =
+        MoeExperts::new(&group(1)?, shape.clone(), Knobs::for_shape(&shape), Precision::Bf16, frozen)?;
     let x = Tensor::from_vec(noise(3 * 16, 1), (3, 16), &DEVICE)?.to_dtype(DType::BF16)?;
     let weights = Tensor::full(0.5_f32, (3, 2), &DEVICE)?;
     let y = layer.forward(&x, &[0, 1, 2, 3, 0, 3], &weights)?;
@@ -402,17 +316,11 @@ fn constants_get_no_gradient_and_bf16_tensors_are_taken() -> Result<()> {
 #[test]
 fn bad_input_is_an_error_that_says_what_is_allowed() -> Result<()> {
     let shape = Shape::new(16, 16, 4, 2);
-    let (_, vb, _) = experts(&shape, 0.4)?;
+    let (_, vb) = experts(&shape, 0.4)?;
     let own = ExpertWeights::new(&shape, vb.clone())?;
     let new = |ranks| {
         let group = group(ranks)?;
-        MoeExperts::new(
-            &group,
-            shape.clone(),
-            Knobs::for_shape(&shape),
-            Precision::Bf16,
-            own.clone(),
-        )
+        MoeExperts::new(&group, shape.clone(), Knobs::for_shape(&shape), Precision::Bf16, own.clone())
     };
     let layer = new(2)?;
     let x = |width: usize| Tensor::zeros((3, width), DType::F32, &DEVICE);
@@ -423,22 +331,10 @@ fn bad_input_is_an_error_that_says_what_is_allowed() -> Result<()> {
         assert!(message.contains(words), "{message:?} does not say {words:?}");
     };
     said(layer.forward(&x(8)?, &[0; 6], &weights), "width 16");
-    said(
-        layer.forward(&x(16)?, &[0; 5], &weights),
-        "topk_ids has 5 elements",
-    );
-    said(
-        layer.forward(&x(16)?, &[0, 1, 2, 4, 0, 0], &weights),
-        "topk_ids[1, 1] is 4",
-    );
-    said(
-        layer.forward(&x(16)?, &[0; 6], &weights.t()?),
-        "topk_weights is [2, 3]",
-    );
-    said(
-        layer.forward_split(&x(16)?, &[0; 6], &weights, &[1, 1]),
-        "expected 4",
-    );
+    said(layer.forward(&x(16)?, &[0; 5], &weights), "topk_ids has 5 elements");
+    said(layer.forward(&x(16)?, &[0, 1, 2, 4, 0, 0], &weights), "topk_ids[1, 1] is 4");
+    said(layer.forward(&x(16)?, &[0; 6], &weights.t()?), "topk_weights is [2, 3]");
+    said(layer.forward_split(&x(16)?, &[0; 6], &weights, &[1, 1]), "expected 4");
     said(new(3).map(|_| weights.clone()), "3");
 
     let mut config = MoeConfig::new(shape.clone());
@@ -446,17 +342,11 @@ fn bad_input_is_an_error_that_says_what_is_allowed() -> Result<()> {
     assert!(MoeLayer::new(&group(2)?, &config, vb.clone()).is_err());
     config.router.top_k = 2;
     let layer = MoeLayer::new(&group(2)?, &config, vb.pp("layer"))?;
-    said(
-        layer
-            .forward_train(&Tensor::full(f32::NAN, (1, 16), &DEVICE)?)
-            .map(|o| o.y),
-        "not a number",
-    );
-    assert!(
-        layer
-            .forward_train(&Tensor::zeros(16, DType::F32, &DEVICE)?)
-            .is_err()
-    );
+    said(layer.forward_train(&Tensor::full(f32::NAN, (1, 16), &DEVICE)?).map(|o| o.y), "not a number");
+    assert!(layer.forward_train(&Tensor::zeros(16, DType::F32, &DEVICE)?).is_err());
+    let none = Tensor::zeros((0, 16), DType::F32, &DEVICE)?;
+    let y = layer.experts().forward(&none, &[], &Tensor::zeros((0, 2), DType::F32, &DEVICE)?)?;
+    assert_eq!(y.dims(), [0, 16], "no tokens are no error");
     let Routed { load, .. } = layer.router().forward(&x(16)?)?;
     assert_eq!(load.iter().sum::<u32>(), 6);
     Ok(())
