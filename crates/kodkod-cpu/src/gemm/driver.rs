@@ -178,12 +178,23 @@ pub(super) unsafe fn run<K: Kernel>(scratch: &mut Scratch, call: &Call<Elem<K>>)
     let pa = reserve(&mut scratch.a, a_slots);
     let pb = reserve(&mut scratch.b, KC * nc_max);
     // A weight gradient is written once and read much later: past the caches, its lines need not be fetched first.
-    let stream = K::STREAMS
+    let streams = K::STREAMS
         && a_order == Order::ColMajor
+        && b_order == Order::ColMajor
         && !accumulate
         && k <= kc_max
-        && c.addr().is_multiple_of(64)
+        && c.addr().is_multiple_of(size_of::<f32>())
         && ldc.is_multiple_of(16);
+    let head = c.addr().wrapping_neg() % 64 / size_of::<f32>();
+    if streams && 0 < head && head < n {
+        // The columns before the first whole cache line apart, so that the others stream: allocators rarely align to 64.
+        // SAFETY: the two calls share out the columns of this one.
+        return unsafe {
+            run::<K>(scratch, &Call { n: head, ..*call });
+            run::<K>(scratch, &Call { n: n - head, b: b.add(head), c: c.add(head), ..*call });
+        };
+    }
+    let stream = streams && head == 0;
 
     // Offset in elements of (outer i, k) in an operand.
     let at = |order: Order, ld: usize, i: usize, k: usize| match order {
