@@ -188,8 +188,8 @@ fn gradients_match_differences_through_router_experts_and_balance() -> Result<()
                 }
             }
             v.set(&Tensor::from_vec(original, v.shape(), &DEVICE)?)?;
-            println!("{scoring:?}, {name}: largest error {:.1e} at {} (tolerance 3e-3)", worst.0, worst.1);
-            assert!(worst.0 < 3e-3, "{scoring:?}: {name}");
+            println!("{scoring:?}, {name}: largest error {:.1e} at {} (tolerance 5e-4)", worst.0, worst.1);
+            assert!(worst.0 < 5e-4, "{scoring:?}: {name}");
         }
         assert!(checked > 500, "only {checked} differences stayed on their routes");
     }

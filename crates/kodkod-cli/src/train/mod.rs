@@ -123,7 +123,7 @@ struct ModelOptions {
     /// Width inside an expert [default: 256]
     #[arg(long, value_name = "N")]
     intermediate: Option<usize>,
-    /// Peak of the learning rate [default: 0.003]
+    /// Peak of the learning rate [default: 0.0025]
     #[arg(long, value_name = "RATE")]
     learning_rate: Option<f64>,
 }
@@ -201,7 +201,7 @@ impl Args {
             steps: pick("--steps", self.steps, c.map(|c| c.steps), 600)?,
             seed: pick("--seed", self.seed, c.map(|c| c.seed), 1)?,
             precision: pick("--precision", self.precision, c.map(|c| c.precision), PrecisionOption::Bf16)?,
-            learning_rate: pick("--learning-rate", m.learning_rate, c.map(|c| c.learning_rate), 0.003)?,
+            learning_rate: pick("--learning-rate", m.learning_rate, c.map(|c| c.learning_rate), 0.0025)?,
             text_bytes: text.train().len() + text.held_out().len(),
             text_fingerprint: format!("{:016x}", text.fingerprint()),
         };
