@@ -11,9 +11,9 @@
 //! The bf16 chain is that of VDPBF16PS (Intel SDM, volume 2): denormal inputs (`a`, `b` and `c`) count as zero, every
 //! tiny result becomes a zero of its sign, rounding is to nearest even. An odd k gets a partner of +0.
 //!
-//! - [`isa`]: the instruction sets, detected at run time;
-//! - [`pack`]: what a packed operand looks like;
-//! - [`driver`]: the blocking, shared by all instruction sets;
+//! - `isa`: the instruction sets, detected at run time;
+//! - `pack`: what a packed operand looks like;
+//! - `driver`: the blocking, shared by all instruction sets;
 //! - `avx512`, `avx2`, `scalar`: packing and the register tile of each.
 
 // Portable code neither prefetches nor sets MXCSR.
