@@ -2,6 +2,8 @@
 //!
 //! Each says its formula and its gradient. Rows are independent, so threads share them and no bit depends on how.
 
+use std::sync::OnceLock;
+
 use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
@@ -65,10 +67,15 @@ fn elements<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
 /// Elements below which a second thread costs more than it saves.
 pub(crate) const WORTH_A_THREAD: usize = 1 << 16;
 
+/// Cores of this machine; asking the system reads files, so once.
+pub(crate) fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
+}
+
 /// Runs `f(first_row, rows)` over pieces of `out`, whole rows of `width` each, on all cores.
 pub(crate) fn in_rows(out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let threads = cores.min(out.len() / WORTH_A_THREAD).max(1);
+    let threads = cores().min(out.len() / WORTH_A_THREAD).max(1);
     let rows = (out.len() / width).div_ceil(threads).max(1);
     std::thread::scope(|scope| {
         let mut pieces = out.chunks_mut(rows * width).enumerate();

@@ -13,7 +13,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Var, bail};
 use kodkod::numerics::dot;
 
-use super::ops::{WORTH_A_THREAD, with_f32};
+use super::ops::{WORTH_A_THREAD, cores, with_f32};
 
 const BETA1: f32 = 0.9;
 const BETA2: f32 = 0.99;
@@ -112,8 +112,7 @@ impl InplaceOp1 for Apply<'_> {
         let mut moments = self.moments.borrow_mut();
         let (m, v) = &mut *moments;
         let (update, decay) = (self.update, self.decay);
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let piece = (end - start).div_ceil(cores).max(WORTH_A_THREAD);
+        let piece = (end - start).div_ceil(cores()).max(WORTH_A_THREAD);
         let pieces = p[start..end].chunks_mut(piece).zip(self.g.chunks(piece));
         let mut pieces = pieces.zip(m.chunks_mut(piece).zip(v.chunks_mut(piece)));
         std::thread::scope(|scope| {

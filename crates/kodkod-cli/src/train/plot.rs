@@ -59,7 +59,7 @@ fn render(path: &Path, history: &History, marks: &[Mark]) -> Result<()> {
         let style = TextStyle::from(("sans-serif", 14)).color(&GREY);
         let label = format!("{label} {level:.3}");
         let above = level + (top - bottom) * 0.042;
-        chart.draw_series([Text::new(label, (steps * 0.012, above), style)])?;
+        chart.draw_series([Text::new(label, (steps * 0.875, above), style)])?;
     }
     let visible = |points: Vec<(f64, f64)>| points.into_iter().filter(move |(_, bits)| *bits <= top);
     let points = (1..).map(f64::from).zip(bits.iter().copied()).collect();
