@@ -38,7 +38,7 @@ fn quick_passes_and_covers_every_case() {
 
 #[test]
 fn filter_seed_and_cases_choose_rows() {
-    let output = check(&["--filter", "random", "--seed", "1000", "--cases", "3", "--json"]);
+    let output = check(&["--filter", "random, seed", "--seed", "1000", "--cases", "3", "--json"]);
     let names: Vec<_> =
         rows(&output).iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
     let expected =

@@ -33,6 +33,9 @@ pub struct Outputs {
     pub y: Vec<f64>,
     /// Given where `dy` was.
     pub gradients: Option<Gradients>,
+    /// How near any `g` or `|u|` is to the clamp, as a part of the limit; infinite where there is none. The derivative
+    /// jumps there: where this is no more than the rounding errors of `g`, either side is right.
+    pub clamp_margin: f64,
 }
 
 /// What the backward gives.
@@ -81,6 +84,7 @@ pub fn layer<T: Element>(
     validate(shape, x, dy, routing, weights)?;
     let (h, i, tokens) = (shape.hidden, shape.intermediate, routing.tokens());
     let mut y = vec![0.0; tokens * h];
+    let mut clamp_margin = f64::INFINITY;
     let mut gradients = dy.map(|_| Gradients {
         dx: vec![0.0; tokens * h],
         d_topk_weights: vec![0.0; tokens * shape.top_k],
@@ -110,6 +114,7 @@ pub fn layer<T: Element>(
         let w: Vec<_> = routes.iter().map(|&route| f64::from(routing.weights()[route])).collect();
         let rows = Rows { x: gather(x, &tokens, h), dy: dy.map(|dy| gather(dy, &tokens, h)), w };
         let out = expert.run(&rows);
+        clamp_margin = clamp_margin.min(out.clamp_margin);
         scatter(&mut y, &out.y, &tokens, &rows.w, h);
         let (Some(all), Some(back)) = (&mut gradients, out.back) else {
             continue;
@@ -145,6 +150,7 @@ pub fn layer<T: Element>(
         let w = x.chunks_exact(h).map(gate_of).collect();
         let rows = Rows { x, dy: dy.map(|dy| gather(dy, &tokens, h)), w };
         let out = expert.run(&rows);
+        clamp_margin = clamp_margin.min(out.clamp_margin);
         scatter(&mut y, &out.y, &tokens, &rows.w, h);
         if let (Some(all), Some(back)) = (&mut gradients, out.back) {
             scatter(&mut all.dx, &back.dx, &tokens, &vec![1.0; tokens.len()], h);
@@ -160,7 +166,7 @@ pub fn layer<T: Element>(
             }
         }
     }
-    Ok(Outputs { y, gradients })
+    Ok(Outputs { y, gradients, clamp_margin })
 }
 
 fn validate<T: Element>(
@@ -208,6 +214,7 @@ struct Rows {
 
 struct Out {
     y: Vec<f64>, // [rows, hidden], not multiplied by w
+    clamp_margin: f64,
     back: Option<Back>,
 }
 
@@ -238,6 +245,11 @@ impl<T: Element> Expert<'_, T> {
                 u[r * i + j] = dot(x, &up) + bias_up[j];
             }
         }
+        let distance = |limit: f64| {
+            let nearest = |v: &f64| (v.abs() - limit).abs() / limit;
+            g.iter().filter(|g| **g > 0.0).chain(&u).map(nearest).fold(f64::INFINITY, f64::min)
+        };
+        let clamp_margin = self.activation.limit().map_or(f64::INFINITY, |limit| distance(f64::from(limit)));
         let hidden: Vec<_> = g.iter().zip(&u).map(|(&g, &u)| activate(self.activation, g, u).h).collect();
         let mut y = vec![0.0; n * h];
         let mut dh = vec![0.0; n * i];
@@ -251,7 +263,7 @@ impl<T: Element> Expert<'_, T> {
             }
         }
         let Some(dy) = &rows.dy else {
-            return Out { y, back: None };
+            return Out { y, clamp_margin, back: None };
         };
 
         let dw = (0..n)
@@ -288,7 +300,11 @@ impl<T: Element> Expert<'_, T> {
                 d_biases.up[j] += du;
             }
         }
-        Out { y, back: Some(Back { dx, dw, gate: d_gate, up: d_up, down: d_down, biases: d_biases }) }
+        Out {
+            y,
+            clamp_margin,
+            back: Some(Back { dx, dw, gate: d_gate, up: d_up, down: d_down, biases: d_biases }),
+        }
     }
 }
 
@@ -542,6 +558,18 @@ mod tests {
             assert!(at.du > 0.0 && beyond.du == 0.0 && at.h == beyond.h, "{} {}", at.du, beyond.du);
         }
         assert!(activate(act, -9.0, 0.25).dg != 0.0, "g has no lower clamp");
+        let (identity, x) =
+            ([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0_f32], [-0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+        let margin = |gate: f32, up: f32| {
+            let scaled = |by: f32| (0..8).flat_map(|_| identity.map(|v| v * by)).collect::<Vec<_>>();
+            let (gate, up, down) = (scaled(gate), scaled(up), scaled(1.0));
+            let weights = Weights { gate: &gate, up: &up, down: &down, biases: None, shared: None };
+            let shape = Shape { activation: act, ..Shape::new(8, 8, 1, 1) };
+            let routing = Routing::new(&shape, &[0], &[1.0], &[1]).unwrap();
+            layer(&shape, &x, None, &routing, &weights).unwrap().clamp_margin
+        };
+        // g and u are -0.5 times these, the limit is 0.5.
+        assert_eq!((margin(1.0, 0.5), margin(-1.25, 0.5), margin(0.0, 1.0)), (0.5, 0.25, 0.0));
         assert!(activate(act, f64::NAN, 0.0).h.is_nan() && activate(act, 0.0, f64::NAN).h.is_nan());
     }
 

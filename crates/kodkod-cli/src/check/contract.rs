@@ -42,7 +42,7 @@ const DIMENSIONS: [Dimension; 9] = [
     ("bits: every instruction set", |case| {
         Isa::available().into_iter().map(|isa| Config { isa: Some(isa), ..even(case, 2) }).collect()
     }),
-    ("bits: all of these at random", |case| {
+    ("bits: all of these together", |case| {
         let mut r = Random::new(70);
         let splits: Vec<_> = case.splits.iter().map(|split| Config::split(split)).collect();
         let config = |_| {
