@@ -36,7 +36,7 @@ pub(crate) struct Args {
     /// Smaller and fewer cases: for continuous integration
     #[arg(long)]
     quick: bool,
-    /// Also the case with more than 2^31 elements in x, which needs 20 GiB of memory
+    /// Also the case with more than 2^31 elements in x: 13 GiB of memory, about a minute
     #[arg(long)]
     large: bool,
     /// Only rows whose name contains this text
@@ -75,10 +75,6 @@ impl Row {
             note: None,
             time: Duration::ZERO,
         }
-    }
-
-    fn of<T: Element>(name: &str) -> Self {
-        Row::new(name, Some(T::PRECISION))
     }
 
     fn passed(&self) -> bool {

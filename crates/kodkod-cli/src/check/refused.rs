@@ -100,7 +100,7 @@ fn group_and_knobs(ranks: usize, change: fn(&mut Knobs)) -> Result<()> {
 }
 
 const ARGUMENTS: [Refused; 15] = [
-    ("x too short", || call(|s| drop(s.x.pop())), &["x has 95", "expected 96"]),
+    ("x too short", || call(|s| s.x.truncate(95)), &["x has 95", "expected 96"]),
     ("x of a token too many", || call(|s| s.x.extend([0.0; 32])), &["x has 128", "expected 96"]),
     ("dy too short", || call(|s| s.dy = Some(vec![0.0; 64])), &["dy has 64", "expected 96"]),
     ("w_gate of an expert less", || call(|s| s.weights.gate.truncate(3 * 768)), &["w_gate has 2304"]),
