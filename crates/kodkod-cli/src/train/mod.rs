@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// Virtual ranks that share the experts: a divisor of --experts. Changes no bit of any loss
     #[arg(long, value_name = "N", default_value_t = 4)]
     ranks: usize,
-    /// Steps of training; the learning rate falls towards the last [default: 500]
+    /// Steps of training; the learning rate falls towards the last [default: 750]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
     /// Seed of the first weights and of the batches [default: 1]
@@ -198,7 +198,7 @@ impl Args {
             },
             context: self.context(c)?,
             batch: pick("--batch", self.batch, c.map(|c| c.batch), 8)?,
-            steps: pick("--steps", self.steps, c.map(|c| c.steps), 500)?,
+            steps: pick("--steps", self.steps, c.map(|c| c.steps), 750)?,
             seed: pick("--seed", self.seed, c.map(|c| c.seed), 1)?,
             precision: pick("--precision", self.precision, c.map(|c| c.precision), PrecisionOption::Bf16)?,
             learning_rate: pick("--learning-rate", m.learning_rate, c.map(|c| c.learning_rate), 0.0025)?,
