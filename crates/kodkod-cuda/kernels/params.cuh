@@ -1,0 +1,61 @@
+// What the host hands to the kernels. The shape and knobs are constants of the compilation:
+//   HIDDEN_SIZE INNER_SIZE SHARED_SIZE EXPERTS TOP_K SLOTS RANKS PER_MINIBATCH RING SAVED ALPHA UP_OFFSET LIMIT BIASES HAS_OUTPUT_GATE
+#pragma once
+#include "ptx/copy.cuh"
+#include "program.cuh"
+
+using bf16 = u16;
+
+struct ScheduleParams {
+    const int* ids[RANKS];  // [tokens, top_k] of each rank
+    u32 tokens[RANKS];
+    u32 rank;
+    u32* counts;  // [experts]
+    u32* rows;
+    u32* first_block;
+    u32* first_run;
+    uint2* sources;  // [rows, padding included]
+    program::Program* programs;  // forward, backward
+};
+
+// What a rank's wait was for when it gave up.
+struct Stall {
+    u32 given_up, task, a, b, counter, index, seen, expected;
+};
+
+// Index 0 of a pair: the routed experts; 1: the shared.
+struct PassParams {
+    // Boxes of 64 columns: 128 rows of x, h, dy, dg, du, gate, up; 256 rows of down; `_cols`: 64 rows.
+    TensorMap x, h, gate[2], up[2], down[2];
+    TensorMap dy, dg, du, gate_cols[2], up_cols[2], down_cols[2], x_cols, dy_cols, dg_cols, du_cols, wh_cols;
+    const program::Program* program;
+    const uint2* sources;
+    u32* counters;
+    u32* peer_counters[RANKS];
+    u32* tickets;  // pulls, compute, reduces
+    Stall* stall;
+    const bf16* x_of[RANKS];      // x of each rank, [tokens, hidden]
+    const bf16* dy_of[RANKS];     // dy
+    const float* factors[RANKS];  // router weights of each rank, [tokens, top_k]
+    const int* ids;               // this rank's, [tokens, top_k]
+    bf16* kept_x;                 // [kept rows, hidden]
+    bf16* kept_g;                 // [kept rows, width]
+    bf16* kept_u;                 // [kept rows, width]
+    bf16* ring_h;                 // [ring rows, width]: h, or w h
+    bf16* ring_dy;                // [ring rows, hidden]
+    bf16* ring_dg;                // [ring rows, width]
+    bf16* ring_du;                // [ring rows, width]
+    float* d_w_parts;             // [ring rows, D_HIDDEN_TILES]
+    bf16* combine[RANKS];         // of each rank, [tokens, slots, hidden]
+    float* d_w[RANKS];            // of each rank, [tokens, slots]
+    bf16* out;                    // [tokens, hidden]: y or dx
+    float* d_topk_weights;        // [tokens, top_k]
+    const float* bias_gate;
+    const float* bias_up;
+    const float* bias_down;
+    float* d_gate[2];
+    float* d_up[2];
+    float* d_down[2];
+    u32 tokens, comm_ctas, accumulate;
+    u64 limit_ns;
+};

@@ -1,0 +1,468 @@
+//! A thin, safe-where-it-can-be wrapper over the CUDA driver: context, streams, events, buffers, modules, launches and
+//! tensor maps. Nothing here knows what an expert is.
+
+use std::ffi::{CStr, CString, c_void};
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUresult};
+
+use crate::error::{Error, Result};
+
+/// `Ok` where the driver says so, else its own words and what was tried.
+fn check(result: CUresult, what: &str) -> Result<()> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut name = ptr::null();
+    // SAFETY: the driver is loaded, and hands out a static string.
+    let text = unsafe {
+        match sys::cuGetErrorString(result, &mut name) {
+            CUresult::CUDA_SUCCESS if !name.is_null() => CStr::from_ptr(name).to_string_lossy().into_owned(),
+            _ => format!("{result:?}"),
+        }
+    };
+    Err(Error::Driver { what: what.into(), text })
+}
+
+/// A GPU, on its primary context, current on the thread that calls.
+#[derive(Debug)]
+pub struct Device {
+    ordinal: i32,
+    context: sys::CUcontext,
+    name: String,
+    sms: u32,
+    capability: (i32, i32),
+}
+
+// SAFETY: a primary context may be used from any thread.
+unsafe impl Send for Device {}
+// SAFETY: as above; the fields are read only.
+unsafe impl Sync for Device {}
+
+impl Device {
+    /// The GPU of an ordinal.
+    ///
+    /// # Errors
+    /// Without a driver, without such a GPU, or with one below sm_90, says so and what works instead.
+    pub fn new(ordinal: usize) -> Result<Arc<Self>> {
+        // SAFETY: only looks for the library.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::NoDriver);
+        }
+        let (mut device, mut context, mut count) = (0, ptr::null_mut(), 0);
+        // SAFETY: the driver is there; every pointer is to a local of the right type.
+        unsafe {
+            check(sys::cuInit(0), "initialise the driver")?;
+            check(sys::cuDeviceGetCount(&mut count), "count GPUs")?;
+            if ordinal >= count as usize {
+                return Err(Error::NoDevice { ordinal, count: count as usize });
+            }
+            check(sys::cuDeviceGet(&mut device, ordinal as i32), "open the GPU")?;
+            let attribute = |which| {
+                let mut value = 0;
+                check(sys::cuDeviceGetAttribute(&mut value, which, device), "read a GPU attribute")
+                    .map(|()| value)
+            };
+            use sys::CUdevice_attribute_enum as A;
+            let capability = (
+                attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            );
+            let sms = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+            let mut name = [0 as std::ffi::c_char; 128];
+            check(sys::cuDeviceGetName(name.as_mut_ptr(), 128, device), "read the GPU's name")?;
+            let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
+            if capability != (9, 0) {
+                return Err(Error::Capability { name, major: capability.0, minor: capability.1 });
+            }
+            check(sys::cuDevicePrimaryCtxRetain(&mut context, device), "open the primary context")?;
+            let device = Arc::new(Device { ordinal: ordinal as i32, context, name, sms, capability });
+            device.make_current()?;
+            Ok(device)
+        }
+    }
+
+    /// Makes the context current on this thread.
+    pub fn make_current(&self) -> Result<()> {
+        // SAFETY: the context is retained for as long as `self` lives.
+        check(unsafe { sys::cuCtxSetCurrent(self.context) }, "make the context current")
+    }
+
+    /// Streaming multiprocessors.
+    pub fn sms(&self) -> u32 {
+        self.sms
+    }
+
+    /// The GPU's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Compute capability.
+    pub fn capability(&self) -> (i32, i32) {
+        self.capability
+    }
+
+    /// Waits until all work on the GPU is done.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: a context is current.
+        check(unsafe { sys::cuCtxSynchronize() }, "wait for the GPU")
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: retained in `new`. A failure at exit has nobody to tell.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.ordinal) };
+    }
+}
+
+/// A stream that does not wait for the default stream.
+#[derive(Debug)]
+pub struct Stream {
+    raw: sys::CUstream,
+}
+// SAFETY: the driver locks its streams.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A new stream.
+    pub fn new() -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: a context is current.
+        check(unsafe { sys::cuStreamCreate(&mut raw, 1) }, "make a stream")?;
+        Ok(Stream { raw })
+    }
+
+    /// Waits until its work is done.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream is alive.
+        check(unsafe { sys::cuStreamSynchronize(self.raw) }, "wait for a stream")
+    }
+
+    /// Makes what follows here wait for an event.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        // SAFETY: both are alive.
+        check(unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) }, "wait for an event")
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`.
+        let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct Event {
+    raw: sys::CUevent,
+}
+// SAFETY: the driver locks its events.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that can be timed.
+    pub fn new() -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: a context is current.
+        check(unsafe { sys::cuEventCreate(&mut raw, 0) }, "make an event")?;
+        Ok(Event { raw })
+    }
+
+    /// Puts the event at the end of a stream.
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: both are alive.
+        check(unsafe { sys::cuEventRecord(self.raw, stream.raw) }, "record an event")
+    }
+
+    /// Milliseconds from `self` to `end`, both of them past.
+    pub fn milliseconds_to(&self, end: &Event) -> Result<f32> {
+        let mut ms = 0.0;
+        // SAFETY: both are alive.
+        unsafe {
+            check(sys::cuEventSynchronize(end.raw), "wait for an event")?;
+            check(sys::cuEventElapsedTime_v2(&mut ms, self.raw, end.raw), "time two events")?;
+        }
+        Ok(ms)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`.
+        let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
+    }
+}
+
+/// Elements of GPU memory, from a plain allocation.
+#[derive(Debug)]
+pub struct Buffer<T> {
+    address: u64,
+    len: usize,
+    _elements: PhantomData<T>,
+}
+
+impl<T: Copy> Buffer<T> {
+    /// `len` elements, not initialised.
+    pub fn new(len: usize) -> Result<Self> {
+        let mut address = 0;
+        let bytes = (len * size_of::<T>()).max(256);
+        // SAFETY: a context is current.
+        check(unsafe { sys::cuMemAlloc_v2(&mut address, bytes) }, &format!("allocate {bytes} bytes"))?;
+        Ok(Buffer { address, len, _elements: PhantomData })
+    }
+
+    /// A copy of `host`.
+    pub fn from_host(host: &[T]) -> Result<Self> {
+        let buffer = Self::new(host.len())?;
+        buffer.write(host)?;
+        Ok(buffer)
+    }
+
+    /// Overwrites the first elements; returns when they are there.
+    pub fn write(&self, host: &[T]) -> Result<()> {
+        assert!(host.len() <= self.len, "a copy beyond the buffer");
+        let bytes = size_of_val(host);
+        // SAFETY: both sides hold that many bytes.
+        check(unsafe { sys::cuMemcpyHtoD_v2(self.address, host.as_ptr().cast(), bytes) }, "copy to the GPU")
+    }
+
+    /// The elements; returns when they are here.
+    pub fn read(&self) -> Result<Vec<T>>
+    where
+        T: Default,
+    {
+        let mut host = vec![T::default(); self.len];
+        let bytes = self.len * size_of::<T>();
+        // SAFETY: both sides hold that many bytes.
+        check(
+            unsafe { sys::cuMemcpyDtoH_v2(host.as_mut_ptr().cast(), self.address, bytes) },
+            "copy from the GPU",
+        )?;
+        Ok(host)
+    }
+
+    /// Sets every byte, in a stream.
+    pub fn fill(&self, byte: u8, stream: &Stream) -> Result<()> {
+        let bytes = self.len * size_of::<T>();
+        // SAFETY: the buffer holds that many bytes.
+        check(unsafe { sys::cuMemsetD8Async(self.address, byte, bytes, stream.raw) }, "fill a buffer")
+    }
+
+    /// The GPU's address of the first element.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl<T> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`; the driver waits for work that uses it.
+        let _ = unsafe { sys::cuMemFree_v2(self.address) };
+    }
+}
+
+/// Loaded machine code.
+#[derive(Debug)]
+pub struct Module {
+    raw: sys::CUmodule,
+}
+// SAFETY: a module is read only once it is loaded.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads a cubin.
+    pub fn load(cubin: &[u8]) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the image is whole; the driver checks it.
+        check(unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) }, "load a module")?;
+        Ok(Module { raw })
+    }
+
+    /// A kernel of the module, allowed `shared` bytes of dynamic shared memory.
+    pub fn kernel(&self, name: &str, shared: u32) -> Result<Kernel> {
+        let mut raw = ptr::null_mut();
+        let symbol = CString::new(name).expect("kernel names have no NUL");
+        // SAFETY: the module is loaded.
+        unsafe {
+            check(
+                sys::cuModuleGetFunction(&mut raw, self.raw, symbol.as_ptr()),
+                &format!("find kernel {name}"),
+            )?;
+            if shared > 0 {
+                use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST;
+                check(sys::cuFuncSetAttribute(raw, MOST, shared as i32), "allow shared memory")?;
+            }
+        }
+        Ok(Kernel { raw, shared, name: name.into() })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: loaded in `load`.
+        let _ = unsafe { sys::cuModuleUnload(self.raw) };
+    }
+}
+
+/// A kernel; it lives as long as its module.
+#[derive(Debug)]
+pub struct Kernel {
+    raw: sys::CUfunction,
+    shared: u32,
+    name: String,
+}
+// SAFETY: a function handle is read only.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+impl Kernel {
+    /// Launches `grid` CTAs of `block` threads with one parameter, a struct given as bytes.
+    ///
+    /// # Safety
+    /// `parameter` is laid out as the kernel's parameter, what it points to is valid on the GPU until the kernel has run,
+    /// and the kernel's module is still loaded.
+    pub unsafe fn launch(&self, grid: u32, block: u32, stream: &Stream, parameter: &Parameter) -> Result<()> {
+        let mut pointers = [parameter.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: the caller's contract.
+        let result = unsafe {
+            sys::cuLaunchKernel(
+                self.raw,
+                grid,
+                1,
+                1,
+                block,
+                1,
+                1,
+                self.shared,
+                stream.raw,
+                pointers.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check(result, &format!("launch {}", self.name))
+    }
+}
+
+/// A struct that a kernel takes, written field by field with C's alignment.
+#[derive(Debug, Clone)]
+pub struct Parameter {
+    words: Vec<Line>,
+    len: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+impl Default for Parameter {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Parameter {
+    /// An empty struct.
+    pub fn new() -> Self {
+        Parameter { words: vec![Line([0; 64]); 128], len: 0 }
+    }
+
+    fn put(&mut self, bytes: &[u8], align: usize) -> &mut Self {
+        let at = self.len.next_multiple_of(align);
+        // SAFETY: lines are plain bytes.
+        let all = unsafe {
+            std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast::<u8>(), self.words.len() * 64)
+        };
+        all[at..at + bytes.len()].copy_from_slice(bytes);
+        self.len = at + bytes.len();
+        self
+    }
+
+    /// A 32-bit field.
+    pub fn u32(&mut self, value: u32) -> &mut Self {
+        self.put(&value.to_ne_bytes(), 4)
+    }
+
+    /// A 64-bit field, or an address.
+    pub fn u64(&mut self, value: u64) -> &mut Self {
+        self.put(&value.to_ne_bytes(), 8)
+    }
+
+    /// A tensor map.
+    pub fn map(&mut self, map: &TensorMap) -> &mut Self {
+        self.put(&map.0, 64)
+    }
+
+    /// The struct so far, to copy to the GPU.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: lines are plain bytes, and `len` of them are written.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), self.len.next_multiple_of(8)) }
+    }
+
+    fn as_ptr(&self) -> *const u8 {
+        self.words.as_ptr().cast()
+    }
+}
+
+/// How the copy engine sees a row-major bf16 matrix: in boxes, with the 128-byte swizzle.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+pub struct TensorMap([u8; 128]);
+
+impl TensorMap {
+    /// No matrix.
+    pub const NONE: TensorMap = TensorMap([0; 128]);
+
+    /// `[rows, columns]` at `address`, `pitch` elements from row to row, in boxes of 64 columns and `box_rows` rows.
+    pub fn new(address: u64, rows: u64, columns: u64, pitch: u64, box_rows: u32) -> Result<Self> {
+        if rows == 0 || columns == 0 {
+            return Ok(Self::NONE);
+        }
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        let (dims, strides, boxes, steps) = ([columns, rows], [pitch * 2], [64, box_rows], [1, 1]);
+        // SAFETY: all arrays have the rank's length; the driver checks the rest.
+        let result = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map,
+                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                2,
+                address as *mut c_void,
+                dims.as_ptr(),
+                strides.as_ptr(),
+                boxes.as_ptr(),
+                steps.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        check(result, &format!("map a matrix of {rows} x {columns}"))?;
+        let mut bytes = [0; 128];
+        for (chunk, word) in bytes.chunks_exact_mut(8).zip(map.opaque) {
+            chunk.copy_from_slice(&word.to_ne_bytes());
+        }
+        Ok(TensorMap(bytes))
+    }
+}

@@ -1,0 +1,13 @@
+//! The CUDA machine: the whole layer in a schedule and two persistent kernels on Hopper GPUs, with no host in between.
+//!
+//! 1. [`driver`] wraps the CUDA driver, [`jit`] compiles the kernels with the shape as constants;
+//! 2. [`CudaLayer`] holds a layer's kernels and buffers for the ranks that share one GPU;
+//! 3. a call launches the schedule, then one persistent kernel a rank.
+
+pub mod driver;
+pub mod error;
+pub mod jit;
+mod layer;
+
+pub use error::{Error, Result};
+pub use layer::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights};
