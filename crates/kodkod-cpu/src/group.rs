@@ -292,7 +292,7 @@ impl<T: Element> PassBuffers<T> {
             dy: arena.take(if_backward(ring * hidden)),
             dg: arena.take(if_backward(ring * width)),
             du: arena.take(if_backward(ring * width)),
-            d_w_parts: arena.take(if_backward(ring * program.max_inner_tiles())),
+            d_w_parts: arena.take(if_backward(ring * program.max_d_hidden_tiles())),
             combine: arena.take(tokens * shape.slots() * hidden),
             d_w: arena.take(if_backward(tokens * shape.slots())),
         }

@@ -50,8 +50,12 @@ pub enum Stream {
 /// How a machine cuts the outputs of GEMMs into tiles. M is a row block where rows are M.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiles {
-    /// Columns of a `GateUp`, `Down`, `DHidden` or `DInput` tile.
-    pub gemm_n: u32,
+    /// Intermediate columns of a `GateUp` tile.
+    pub gate_up_n: u32,
+    /// Intermediate columns of a `DHidden` tile.
+    pub d_hidden_n: u32,
+    /// Hidden columns of a `Down` or `DInput` tile.
+    pub hidden_n: u32,
     /// Rows of a weight-gradient tile.
     pub wgrad_m: u32,
     /// Columns of a weight-gradient tile.
@@ -239,8 +243,9 @@ pub struct Program {
     ring: u32,
     saved: u32,
     kept: u32,
-    /// Tiles of intermediate columns: routed, shared.
-    inner_tiles: [u32; 2],
+    /// Tiles of intermediate columns in a `GateUp` and in a `DHidden`: routed, shared.
+    gate_up_tiles: [u32; 2],
+    d_hidden_tiles: [u32; 2],
     hidden_tiles: u32,
     /// Weight-gradient tiles of gate (and up) and of down, as (m, n): routed, shared.
     gate_grid: [(u32, u32); 2],
@@ -328,8 +333,9 @@ impl Program {
             ring,
             saved,
             kept,
-            inner_tiles: widths.map(|w| cut(w, tiles.gemm_n)),
-            hidden_tiles: cut(shape.hidden, tiles.gemm_n),
+            gate_up_tiles: widths.map(|w| cut(w, tiles.gate_up_n)),
+            d_hidden_tiles: widths.map(|w| cut(w, tiles.d_hidden_n)),
+            hidden_tiles: cut(shape.hidden, tiles.hidden_n),
             gate_grid: widths.map(|w| (cut(w, tiles.wgrad_m), cut(shape.hidden, tiles.wgrad_n))),
             down_grid: widths.map(|w| (cut(shape.hidden, tiles.wgrad_m), cut(w, tiles.wgrad_n))),
             output_gate: shape.shared.is_some_and(|s| s.output_gate),
@@ -385,9 +391,9 @@ impl Program {
         (slot as usize * self.per_minibatch as usize + (block % self.per_minibatch) as usize) * ROW_BLOCK
     }
 
-    /// Most tiles of intermediate columns that any local expert has: the partial sums of `d_w` a row needs.
-    pub fn max_inner_tiles(&self) -> usize {
-        self.inner_tiles[0].max(self.inner_tiles[1]) as usize
+    /// Most `DHidden` tiles that any local expert has: the partial sums of `d_w` a row needs.
+    pub fn max_d_hidden_tiles(&self) -> usize {
+        self.d_hidden_tiles[0].max(self.d_hidden_tiles[1]) as usize
     }
 
     /// Counters of this rank.
@@ -473,34 +479,32 @@ impl Program {
         let first = minibatch * self.per_minibatch;
         let after = self.first_after(minibatch);
         let blocks = after - first;
-        let inner = self.inner_before(after) - self.inner_before(first);
         let outer = u64::from(blocks) * u64::from(self.hidden_tiles);
         let replayed = self.pass == Pass::Backward && minibatch >= self.kept;
-        let hidden = |block| Wait { counter: Counter::Hidden(block), at_least: self.inner_of(block) };
+        let hidden = |block| Wait {
+            counter: Counter::Hidden(block),
+            at_least: self.of_block(&self.gate_up_tiles, block),
+        };
         let here = |counter| Some(Arrive::Here(counter));
         let pushed = Some(Arrive::Pushed { total: self.layout.blocks() * self.hidden_tiles });
         if self.pass == Pass::Forward || replayed {
+            let inner = self.tiles_in(&self.gate_up_tiles, first, after);
             if local < inner {
-                let (block, tile) = self.inner_tile(first, local);
+                let (block, tile) = self.tile_at(&self.gate_up_tiles, first, after, local);
                 let pulled = Wait { counter: Counter::Pulled(block), at_least: self.ranks };
                 let arrives = [here(Counter::Hidden(block)), None];
                 return Task { kind: Kind::GateUp { block, tile }, waits: [Some(pulled), None], arrives };
             }
             local -= inner;
         }
-        let outer_tile = |local: u64| {
-            (
-                first + (local / u64::from(self.hidden_tiles)) as u32,
-                (local % u64::from(self.hidden_tiles)) as u32,
-            )
-        };
         if self.pass == Pass::Forward {
-            let (block, tile) = outer_tile(local);
+            let (block, tile) = grouped(first, after, self.hidden_tiles, local);
             let arrives = [here(Counter::Free(minibatch)), pushed];
             return Task { kind: Kind::Down { block, tile }, waits: [Some(hidden(block)), None], arrives };
         }
+        let inner = self.tiles_in(&self.d_hidden_tiles, first, after);
         if local < inner {
-            let (block, tile) = self.inner_tile(first, local);
+            let (block, tile) = self.tile_at(&self.d_hidden_tiles, first, after, local);
             let pulled = Wait { counter: Counter::GradPulled(block), at_least: self.ranks };
             let waits = [Some(pulled), replayed.then(|| hidden(block))];
             let run = self.run_of(block);
@@ -509,7 +513,7 @@ impl Program {
         }
         local -= inner;
         if local < outer {
-            let (block, tile) = outer_tile(local);
+            let (block, tile) = grouped(first, after, self.hidden_tiles, local);
             let waits = [Some(self.grad_hidden(&self.run_of(block))), None];
             let arrives = [here(Counter::Free(minibatch)), pushed];
             return Task { kind: Kind::DInput { block, tile }, waits, arrives };
@@ -594,11 +598,12 @@ impl Program {
                 u64::from(self.ranks) * (visited + u64::from(to - replayed_from))
             }
             (Stream::Compute, Pass::Forward) => {
-                self.inner_before(to) - self.inner_before(from) + visited * u64::from(self.hidden_tiles)
+                self.tiles_in(&self.gate_up_tiles, from, to) + visited * u64::from(self.hidden_tiles)
             }
             (Stream::Compute, Pass::Backward) => {
-                let replay = self.inner_before(to) - self.inner_before(replayed_from);
-                let data = self.inner_before(to) + visited * u64::from(self.hidden_tiles);
+                let replay = self.tiles_in(&self.gate_up_tiles, replayed_from, to);
+                let data =
+                    self.tiles_in(&self.d_hidden_tiles, 0, to) + visited * u64::from(self.hidden_tiles);
                 replay + data + self.wgrad_before(step)
             }
         }
@@ -609,26 +614,28 @@ impl Program {
         ((minibatch + 1) * self.per_minibatch).min(self.layout.blocks())
     }
 
-    /// Tiles of intermediate columns in the blocks before `block`.
-    fn inner_before(&self, block: u32) -> u64 {
-        let routed = block.min(self.layout.first_block[self.layout.routed]);
-        u64::from(routed) * u64::from(self.inner_tiles[0])
-            + u64::from(block - routed) * u64::from(self.inner_tiles[1])
-    }
-
-    fn inner_of(&self, block: u32) -> u32 {
-        self.inner_tiles[usize::from(block >= self.layout.first_block[self.layout.routed])]
-    }
-
-    /// The block and tile at a position among the inner tiles that start at block `first`.
-    fn inner_tile(&self, first: u32, local: u64) -> (u32, u32) {
-        let shared_block = self.layout.first_block[self.layout.routed].max(first);
-        let routed = self.inner_before(shared_block) - self.inner_before(first);
-        let (block, local, tiles) = match local < routed {
-            true => (first, local, u64::from(self.inner_tiles[0])),
-            false => (shared_block, local - routed, u64::from(self.inner_tiles[1])),
+    /// Tiles of the blocks from `first` to before `after`, `tiles` a block: routed, shared.
+    fn tiles_in(&self, tiles: &[u32; 2], first: u32, after: u32) -> u64 {
+        let before = |block: u32| {
+            let routed = block.min(self.layout.first_block[self.layout.routed]);
+            u64::from(routed) * u64::from(tiles[0]) + u64::from(block - routed) * u64::from(tiles[1])
         };
-        (block + (local / tiles) as u32, (local % tiles) as u32)
+        before(after) - before(first)
+    }
+
+    fn of_block(&self, tiles: &[u32; 2], block: u32) -> u32 {
+        tiles[usize::from(block >= self.layout.first_block[self.layout.routed])]
+    }
+
+    /// The block and tile at a position among the tiles of the blocks from `first` to before `after`: routed blocks,
+    /// then shared ones.
+    fn tile_at(&self, tiles: &[u32; 2], first: u32, after: u32, local: u64) -> (u32, u32) {
+        let shared = self.layout.first_block[self.layout.routed].clamp(first, after);
+        let routed = self.tiles_in(tiles, first, shared);
+        match local < routed {
+            true => grouped(first, shared, tiles[0], local),
+            false => grouped(shared, after, tiles[1], local - routed),
+        }
     }
 
     fn runs(&self) -> u32 {
@@ -660,7 +667,8 @@ impl Program {
     }
 
     fn grad_hidden(&self, run: &Run) -> Wait {
-        Wait { counter: Counter::GradHidden(run.index), at_least: run.blocks * self.inner_of(run.block) }
+        let tiles = self.of_block(&self.d_hidden_tiles, run.block);
+        Wait { counter: Counter::GradHidden(run.index), at_least: run.blocks * tiles }
     }
 
     /// Weight-gradient tiles of a run: routed (0) or shared (1).
@@ -685,6 +693,18 @@ impl Program {
         };
         blocks * self.hidden_tiles + wgrad as u32
     }
+}
+
+/// Blocks that are visited together, tile by tile: the tiles under way share weights as well as rows.
+const GROUP: u32 = 8;
+
+/// The block and tile at a position among the blocks from `first` to before `after`, `tiles` a block: groups of
+/// [`GROUP`] blocks, in each the first tile of all its blocks, then the second, and so on.
+fn grouped(first: u32, after: u32, tiles: u32, local: u64) -> (u32, u32) {
+    let group = (local / (u64::from(GROUP) * u64::from(tiles))) as u32 * GROUP;
+    let within = (local - u64::from(group) * u64::from(tiles)) as u32;
+    let blocks = (after - first - group).min(GROUP);
+    (first + group + within % blocks, within / blocks)
 }
 
 impl fmt::Display for Kind {

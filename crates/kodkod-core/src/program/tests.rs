@@ -67,26 +67,26 @@ impl Run2<'_> {
                 }
             }
             Kind::Down { block, tile } => {
-                holds(&slots.h, p.ring_row(block), p.inner_of(block), block)?;
+                holds(&slots.h, p.ring_row(block), p.of_block(&p.gate_up_tiles, block), block)?;
                 *self.pushed.entry((rank, block, tile)).or_default() += 1;
             }
             Kind::DHidden { block, tile } => {
                 holds(&slots.dy, p.ring_row(block), p.ranks, block)?;
-                holds(&slots.g, p.kept_row(block), p.inner_of(block), block)?;
+                holds(&slots.g, p.kept_row(block), p.of_block(&p.gate_up_tiles, block), block)?;
                 write(&mut slots.dg, p.ring_row(block), tile, block);
             }
             Kind::DInput { block, tile } => {
-                holds(&slots.dg, p.ring_row(block), p.inner_of(block), block)?;
+                holds(&slots.dg, p.ring_row(block), p.of_block(&p.d_hidden_tiles, block), block)?;
                 *self.pushed.entry((rank, block, tile)).or_default() += 1;
             }
             Kind::WGrad { weight, run, tile_m, tile_n, first } => {
                 for block in run.block..run.block + run.blocks {
                     holds(&slots.x, p.kept_row(block), p.ranks, block)?;
                     holds(&slots.dy, p.ring_row(block), p.ranks, block)?;
-                    holds(&slots.dg, p.ring_row(block), p.inner_of(block), block)?;
+                    holds(&slots.dg, p.ring_row(block), p.of_block(&p.d_hidden_tiles, block), block)?;
                 }
                 // Shared experts have one gradient for all ranks.
-                let shared = run.expert as usize == p.layout.routed && p.inner_tiles[1] > 0;
+                let shared = run.expert as usize == p.layout.routed && p.gate_up_tiles[1] > 0;
                 let key = (if shared { usize::MAX } else { rank }, run.expert, weight as u8, tile_m, tile_n);
                 let sum = self.summed.entry(key).or_default();
                 prop_assert_eq!(first, sum.is_empty());
@@ -260,7 +260,7 @@ proptest! {
             saved_rows: if saved > 1500 { Knobs::ALL } else { saved },
             ..Knobs::for_shape(&shape)
         };
-        let tiles = Tiles { gemm_n: 16, wgrad_m: 16, wgrad_n: 24 };
+        let tiles = Tiles { gate_up_n: 8, d_hidden_n: 24, hidden_n: 16, wgrad_m: 16, wgrad_n: 24 };
         let mut slots = vec![Slots::default(); ranks];
         check_pass(Pass::Forward, &shape, &knobs, &tiles, &routing, false, &mut slots, seed)?;
         if !ring_holds {

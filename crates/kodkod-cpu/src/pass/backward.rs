@@ -20,7 +20,7 @@ impl<T: Element> Tasks<'_, T> {
         let (hidden, width, memory) = (self.shape.hidden, self.width(), &self.memory[rank]);
         let layout = &self.schedules[rank].layout;
         let (expert, m) = (self.expert(rank, layout.expert_of(block)), layout.rows_in(block));
-        let (n0, n) = span(tile, TILES.gemm_n, expert.width);
+        let (n0, n) = span(tile, TILES.d_hidden_n, expert.width);
         let (gemm, acc, _) = worker.accumulators(m * n); // [m, n]
         // SAFETY: dy holds m rows of the block; the weight all rows of hidden, n columns from n0 on.
         unsafe {
@@ -28,7 +28,7 @@ impl<T: Element> Tasks<'_, T> {
             let w = expert.down[n0..].as_ptr(); // [hidden, expert.width]
             gemm_nn(self.isa, gemm, m, n, hidden, dy, hidden, w, expert.width, acc.as_mut_ptr(), n, false);
         }
-        let tiles = self.programs[rank].max_inner_tiles();
+        let tiles = self.programs[rank].max_d_hidden_tiles();
         let (part, kept) = self.kept_row(rank, block, 0);
         for (row, source) in self.sources(rank, block).iter().enumerate() {
             let kept = (kept + row) * width + n0;
@@ -53,7 +53,7 @@ impl<T: Element> Tasks<'_, T> {
         let (hidden, width, memory) = (self.shape.hidden, self.width(), &self.memory[rank]);
         let layout = &self.schedules[rank].layout;
         let (expert, m) = (self.expert(rank, layout.expert_of(block)), layout.rows_in(block));
-        let (n0, n) = span(tile, TILES.gemm_n, hidden);
+        let (n0, n) = span(tile, TILES.hidden_n, hidden);
         let (gemm, acc, _) = worker.accumulators(m * n); // [m, n]
         // SAFETY: dg and du hold m rows of the block; each weight n columns from n0 on.
         unsafe {
@@ -84,8 +84,8 @@ impl<T: Element> Tasks<'_, T> {
     unsafe fn d_w(&self, rank: usize, block: u32, row: usize) -> f32 {
         let hidden = self.shape.hidden;
         let expert = self.expert(rank, self.schedules[rank].layout.expert_of(block));
-        let (ring_row, parts) = (self.ring_row(rank, block, row), self.programs[rank].max_inner_tiles());
-        let tiles = expert.width.div_ceil(TILES.gemm_n as usize);
+        let (ring_row, parts) = (self.ring_row(rank, block, row), self.programs[rank].max_d_hidden_tiles());
+        let tiles = expert.width.div_ceil(TILES.d_hidden_n as usize);
         // SAFETY: the sums and the dy row are written, and read only from here on.
         unsafe {
             let mut sum = 0.0;

@@ -13,7 +13,7 @@ impl<T: Element> Tasks<'_, T> {
         let (hidden, width, memory) = (self.shape.hidden, self.width(), &self.memory[rank]);
         let layout = &self.schedules[rank].layout;
         let (expert, m) = (self.expert(rank, layout.expert_of(block)), layout.rows_in(block));
-        let (n0, n) = span(tile, TILES.gemm_n, expert.width);
+        let (n0, n) = span(tile, TILES.gate_up_n, expert.width);
         let (part, row0) = self.kept_row(rank, block, 0);
         let (gemm, acc_g, acc_u) = worker.accumulators(m * n); // [m, n]
         // SAFETY: x holds m rows from row0 on; each weight n rows from n0 on; the accumulators are m x n.
@@ -46,7 +46,7 @@ impl<T: Element> Tasks<'_, T> {
         let (hidden, width) = (self.shape.hidden, self.width());
         let layout = &self.schedules[rank].layout;
         let (expert, m) = (self.expert(rank, layout.expert_of(block)), layout.rows_in(block));
-        let (n0, n) = span(tile, TILES.gemm_n, hidden);
+        let (n0, n) = span(tile, TILES.hidden_n, hidden);
         let (gemm, acc, _) = worker.accumulators(m * n); // [m, n]
         // SAFETY: h holds m rows of the block; the weight n rows from n0 on; the accumulator is m x n.
         unsafe {

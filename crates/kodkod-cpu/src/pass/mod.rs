@@ -17,8 +17,13 @@ use crate::Element;
 use crate::gemm::{Isa, Scratch};
 
 /// Columns of a GEMM tile whose columns are intermediate or hidden, and the tile of a weight gradient.
-pub(crate) const TILES: kodkod_core::program::Tiles =
-    kodkod_core::program::Tiles { gemm_n: 256, wgrad_m: 256, wgrad_n: 1024 };
+pub(crate) const TILES: kodkod_core::program::Tiles = kodkod_core::program::Tiles {
+    gate_up_n: 256,
+    d_hidden_n: 256,
+    hidden_n: 256,
+    wgrad_m: 256,
+    wgrad_n: 1024,
+};
 
 /// A pointer that workers share.
 pub(crate) struct Shared<T>(pub(crate) *mut T);
@@ -111,7 +116,7 @@ pub(crate) struct Tasks<'a, T> {
 /// A worker's own buffers.
 pub(crate) struct Worker {
     gemm: Scratch,
-    /// Accumulators of a tile, `[ROW_BLOCK, gemm_n]`, two of them, and a row of `hidden`.
+    /// Accumulators of a tile, `[ROW_BLOCK, 256]`, two of them, and a row of `hidden`.
     acc: [Vec<f32>; 3],
 }
 

@@ -115,7 +115,7 @@ impl Layer {
     }
 
     fn programs(&self, pass: Pass, ring_holds: bool) -> Vec<Program> {
-        let tiles = Tiles { gemm_n: 8, wgrad_m: 8, wgrad_n: 8 };
+        let tiles = Tiles { gate_up_n: 8, d_hidden_n: 8, hidden_n: 8, wgrad_m: 8, wgrad_n: 8 };
         Program::all(pass, &self.shape, &self.knobs, &tiles, &self.routing, &self.schedules, ring_holds)
     }
 
