@@ -1,0 +1,137 @@
+//! The kernels compile for sm_90a, without a GPU: in the variants below, and within the registers and spills that are
+//! planned. NVRTC comes from its wheel (`pip install nvidia-cuda-nvrtc==13.0.88`), which `KODKOD_NVRTC` names.
+//!
+//! Where there is no NVRTC the test says so and passes, unless `KODKOD_REQUIRE_NVRTC` is set: continuous integration sets
+//! it.
+
+use std::sync::Mutex;
+use std::time::Instant;
+
+use kodkod_core::{Activation, Knobs, Shape, Shared};
+use kodkod_cuda::jit::{self, Source};
+use kodkod_cuda::{CudaLayer, Error};
+
+/// What a kernel may take: 65536 registers over 384 threads, in steps of 8; 65536 over 512 for the schedule's.
+const PASS_REGISTERS: u32 = 168;
+const SCHEDULE_REGISTERS: u32 = 128;
+
+/// Bytes of stores and of loads that a thread may spill. The plan is none. What is allowed here is what the kernels do
+/// today, so that it does not grow unseen; lower it where a kernel gets better.
+fn spills_allowed(source: Source) -> u32 {
+    match source {
+        Source::Schedule => 0,
+        Source::Forward => 8,
+        Source::Backward => 400,
+    }
+}
+
+/// Every option of a layer at once, over two ranks, with replay; and the shapes that are timed.
+fn variants() -> Vec<(&'static str, Shape, Knobs, Vec<usize>)> {
+    let mut everything = Shape::new(192, 320, 8, 3);
+    everything.activation = Activation::SwiGluOai { alpha: 1.702, limit: Some(7.0) };
+    everything.biases = true;
+    everything.shared = Some(Shared { intermediate: 128, output_gate: true });
+    let replayed = Knobs::for_shape(&everything).with_rows(Some(128), Some(256), Some(0));
+    let timed = [
+        ("olmoe-1b-7b", Shape::new(2048, 1024, 64, 8)),
+        ("qwen3-30b-a3b", Shape::new(2048, 768, 128, 8)),
+        ("qwen3-235b-a22b", Shape::new(4096, 1536, 128, 8)),
+        ("kimi-slice", Shape::new(7168, 2048, 12, 8)),
+        ("deepseek-v3-slice", Shape::new(7168, 2048, 16, 8)),
+        ("mixtral-8x7b", Shape::new(4096, 14336, 8, 2)),
+    ];
+    let timed = timed.map(|(name, shape)| (name, shape.clone(), Knobs::for_shape(&shape), vec![8192]));
+    [("everything", everything, replayed, vec![300, 77])].into_iter().chain(timed).collect()
+}
+
+/// What ptxas says of one kernel.
+#[derive(Debug, Default, Clone)]
+struct Usage {
+    kernel: String,
+    registers: u32,
+    spill_stores: u32,
+    spill_loads: u32,
+}
+
+/// ptxas names a kernel, then its spills, then its registers.
+fn usages(log: &str) -> Vec<Usage> {
+    let number_before = |line: &str, words: &str| -> Option<u32> {
+        line[..line.find(words)?].trim_end().rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    };
+    let mut all = Vec::new();
+    let mut now = Usage::default();
+    for line in log.lines() {
+        if line.contains("Compiling entry function") {
+            now =
+                Usage { kernel: line.split('\'').nth(1).unwrap_or_default().to_owned(), ..Usage::default() };
+        }
+        if let Some(bytes) = number_before(line, "bytes spill stores") {
+            now.spill_stores = bytes;
+            now.spill_loads = number_before(line, "bytes spill loads").unwrap_or(u32::MAX);
+        }
+        // `Used 168 registers`
+        if let Some(registers) = line.find("Used ").and_then(|at| number_before(&line[at..], " registers")) {
+            now.registers = registers;
+            all.push(now.clone());
+        }
+    }
+    all
+}
+
+#[test]
+fn kernels_compile_within_their_registers() {
+    let required = std::env::var_os("KODKOD_REQUIRE_NVRTC").is_some();
+    let mut jobs: Vec<_> = Vec::new();
+    for (name, shape, knobs, tokens) in variants() {
+        let defines = CudaLayer::defines(&shape, &knobs, &tokens).expect("the variants are allowed");
+        jobs.extend(Source::ALL.map(|source| (name, source, defines.clone())));
+    }
+    let (total, next) = (jobs.len(), Mutex::new(jobs.into_iter()));
+    let misses = Mutex::new(Vec::new());
+    let compiled = Mutex::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(total) {
+            scope.spawn(|| {
+                loop {
+                    let Some((name, source, defines)) = next.lock().expect("no panic holds it").next() else {
+                        return;
+                    };
+                    let (start, miss) = (Instant::now(), |text| misses.lock().expect("as above").push(text));
+                    let cubin = match jit::compile(source, &defines) {
+                        Ok(cubin) => cubin,
+                        Err(error @ Error::NoNvrtc { .. }) if !required => {
+                            println!("NOT RUN: {source:?} of {name}: {error}");
+                            continue;
+                        }
+                        Err(error) => return miss(format!("{source:?} of {name}: {error}")),
+                    };
+                    *compiled.lock().expect("as above") += 1;
+                    let seconds = start.elapsed().as_secs_f32();
+                    let usages = usages(&cubin.log);
+                    if usages.is_empty() {
+                        miss(format!("{source:?} of {name}: no line of registers in the log:\n{}", cubin.log));
+                    }
+                    let registers =
+                        if source == Source::Schedule { SCHEDULE_REGISTERS } else { PASS_REGISTERS };
+                    let spills = spills_allowed(source);
+                    for u in usages {
+                        println!(
+                            "{name}: {} takes {} registers (allowed {registers}), spills {} + {} bytes (allowed {spills} \
+                             each); the file took {seconds:.1} s, {} bytes",
+                            u.kernel, u.registers, u.spill_stores, u.spill_loads, cubin.code.len()
+                        );
+                        if u.registers > registers || u.spill_stores > spills || u.spill_loads > spills {
+                            miss(format!("{name}: {u:?}: {registers} registers, {spills} bytes are allowed"));
+                        }
+                    }
+                    for line in cubin.log.lines().filter(|l| l.contains("wgmma") || l.contains("warning")) {
+                        println!("{name}, {source:?}: {line}");
+                    }
+                }
+            });
+        }
+    });
+    let misses = misses.into_inner().expect("as above");
+    println!("{} of {total} files compiled", compiled.into_inner().expect("as above"));
+    assert!(misses.is_empty(), "{}", misses.join("\n"));
+}
