@@ -14,6 +14,7 @@ using u64 = unsigned long long;
 
 constexpr u32 ROW_BLOCK = 128;
 constexpr u32 REDUCE_TOKENS = 32;
+constexpr u32 GROUP = 8;
 
 enum Pass : u32 { FORWARD, BACKWARD };
 enum Stream : u32 { COMM, COMPUTE };
@@ -123,14 +124,19 @@ __host__ __device__ inline u64 tiles_before(const Program& p, const u32 (&tiles)
     u32 routed = min_(block, routed_blocks(p));
     return u64(routed) * tiles[0] + u64(block - routed) * tiles[1];
 }
-__host__ __device__ inline void tile_at(const Program& p, const u32 (&tiles)[2], u32 first, u64 local, u32& block, u32& tile) {
-    u32 shared_block = max_(routed_blocks(p), first);
-    u64 routed = tiles_before(p, tiles, shared_block) - tiles_before(p, tiles, first);
-    bool is_routed = local < routed;
-    u32 n = tiles[!is_routed];
-    local -= is_routed ? 0 : routed;
-    block = (is_routed ? first : shared_block) + u32(local / n);
-    tile = u32(local % n);
+// Blocks that are visited together, tile by tile: the tiles under way share weights as well as rows.
+__host__ __device__ inline void grouped(u32 first, u32 after, u32 tiles, u64 local, u32& block, u32& tile) {
+    u32 group = u32(local / (u64(GROUP) * tiles)) * GROUP, within = u32(local - u64(group) * tiles);
+    u32 blocks = min_(after - first - group, GROUP);
+    block = first + group + within % blocks;
+    tile = within / blocks;
+}
+// The tile at a position among those of the blocks from `first` to before `after`: routed blocks, then shared ones.
+__host__ __device__ inline void tile_at(const Program& p, const u32 (&tiles)[2], u32 first, u32 after, u64 local, u32& block, u32& tile) {
+    u32 shared = min_(max_(routed_blocks(p), first), after);
+    u64 routed = tiles_before(p, tiles, shared) - tiles_before(p, tiles, first);
+    if (local < routed) grouped(first, shared, tiles[0], local, block, tile);
+    else grouped(shared, after, tiles[1], local - routed, block, tile);
 }
 
 __host__ __device__ inline u32 free_total(const Program& p, u32 minibatch) {
@@ -210,7 +216,7 @@ __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u6
     if (p.pass == FORWARD || replayed) {
         u64 n = tiles_before(p, p.gate_up_tiles, after) - tiles_before(p, p.gate_up_tiles, first);
         if (local < n) {
-            tile_at(p, p.gate_up_tiles, first, local, t.a, t.b);
+            tile_at(p, p.gate_up_tiles, first, after, local, t.a, t.b);
             t.kind = GATE_UP;
             t.waits[0] = {{PULLED, t.a}, p.ranks};
             t.arrives[0] = here(HIDDEN, t.a);
@@ -221,8 +227,7 @@ __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u6
     u64 outer = u64(after - first) * p.hidden_tiles;
     if (p.pass == FORWARD) {
         t.kind = DOWN;
-        t.a = first + u32(local / p.hidden_tiles);
-        t.b = u32(local % p.hidden_tiles);
+        grouped(first, after, p.hidden_tiles, local, t.a, t.b);
         t.waits[0] = {{HIDDEN, t.a}, of_block(p, p.gate_up_tiles, t.a)};
         t.arrives[0] = here(FREE, minibatch);
         t.arrives[1] = pushes;
@@ -230,7 +235,7 @@ __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u6
     }
     u64 inner = tiles_before(p, p.d_hidden_tiles, after) - tiles_before(p, p.d_hidden_tiles, first);
     if (local < inner) {
-        tile_at(p, p.d_hidden_tiles, first, local, t.a, t.b);
+        tile_at(p, p.d_hidden_tiles, first, after, local, t.a, t.b);
         t.kind = D_HIDDEN;
         t.waits[0] = {{GRAD_PULLED, t.a}, p.ranks};
         if (replayed) t.waits[1] = {{HIDDEN, t.a}, of_block(p, p.gate_up_tiles, t.a)};
@@ -240,8 +245,7 @@ __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u6
     local -= inner;
     if (local < outer) {
         t.kind = D_INPUT;
-        t.a = first + u32(local / p.hidden_tiles);
-        t.b = u32(local % p.hidden_tiles);
+        grouped(first, after, p.hidden_tiles, local, t.a, t.b);
         t.waits[0] = grad_hidden(p, run_of(p, t.a));
         t.arrives[0] = here(FREE, minibatch);
         t.arrives[1] = pushes;

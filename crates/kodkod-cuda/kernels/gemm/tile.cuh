@@ -15,6 +15,7 @@ constexpr u32 TILE_M = 128, TILE_N = 256, TILE_K = 64;
 constexpr u32 A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2;
 constexpr u32 STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr u32 STAGES = 4;
+constexpr u32 CONSUMER_WARPS = 8;  // each gives a stage back by itself: warps of a group may run apart
 
 struct Stages {
     u64 full[STAGES];
@@ -32,14 +33,14 @@ struct Cursor {
 __device__ __forceinline__ void init(Stages& s) {
     for (u32 i = 0; i < STAGES; i++) {
         ptx::barrier_init(&s.full[i], 1);
-        ptx::barrier_init(&s.empty[i], 2);
+        ptx::barrier_init(&s.empty[i], CONSUMER_WARPS);
     }
 }
 
 // acc[64, 256] += A B over `blocks` of K; `start` says that acc counts as zero. TA, TB: contiguous along M or N.
 template <int TA, int TB>
 __device__ __forceinline__ void consume(float (&acc)[128], Stages& s, Cursor& at, const char* stages, u32 group, u32 blocks, bool start) {
-    bool leader = threadIdx.x % 128 == 0;
+    bool leader = threadIdx.x % 32 == 0;
     int add = start ? 0 : 1;
     u32 before = STAGES;
     for (u32 block = 0; block < blocks; block++) {
@@ -63,6 +64,16 @@ __device__ __forceinline__ void consume(float (&acc)[128], Stages& s, Cursor& at
     }
     ptx::mma_wait<0>();
     if (before < STAGES && leader) ptx::barrier_arrive(&s.empty[before]);
+}
+
+// A warpgroup whose rows are all padding lets the stages pass.
+__device__ __forceinline__ void skip(Stages& s, Cursor& at, u32 blocks) {
+    for (u32 block = 0; block < blocks; block++) {
+        ptx::barrier_wait(&s.full[at.stage], at.phase);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&s.empty[at.stage]);
+        at.next();
+    }
 }
 
 // The producer's turn at a stage: waits until it is empty and announces its bytes.
