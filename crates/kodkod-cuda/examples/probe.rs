@@ -10,8 +10,8 @@ use std::time::Instant;
 use half::bf16;
 use kodkod_core::{Knobs, Routing, Shape, WeightGradients, Weights};
 use kodkod_cpu::{CpuGroup, CpuOptions};
-use kodkod_cuda::driver::{Buffer, Device, Event};
-use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, jit};
+use kodkod_cuda::driver::{Device, Event};
+use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, jit, new_gradients};
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
@@ -122,20 +122,15 @@ struct OnGpu {
 }
 
 fn on_gpu(device: &std::sync::Arc<Device>, c: &Case, knobs: &Knobs, split: &[usize]) -> Outcome<OnGpu> {
-    let len = c.w[0].len();
-    let gradients =
-        DeviceGradients { gate: Buffer::new(len)?, up: Buffer::new(len)?, down: Buffer::new(len)? };
+    let gradients = new_gradients(&c.shape)?;
     let layer = CudaLayer::new(device, &c.shape, knobs, split)?;
     for b in [&gradients.gate, &gradients.up, &gradients.down] {
         b.fill(0xff, layer.stream())?;
     }
+    let w = Weights { gate: &c.w[0][..], up: &c.w[1], down: &c.w[2], biases: None, shared: None };
     Ok(OnGpu {
         step: DeviceStep::new(&c.shape, &c.x, &c.dy, &c.ids, &c.weights)?,
-        weights: DeviceWeights {
-            gate: Buffer::from_host(&c.w[0])?,
-            up: Buffer::from_host(&c.w[1])?,
-            down: Buffer::from_host(&c.w[2])?,
-        },
+        weights: DeviceWeights::from_host(&w)?,
         gradients,
         layer,
     })

@@ -2,17 +2,23 @@
 //
 //   DHidden  dh' [128, 256] = dy W_down; from it dg, du, w h and each row's part of d_w
 //   DInput   dx_k [128, 256] = dg W_gate + du W_up, one sum, to the slots of the ranks that hold the tokens
-//   WGrad    [128, 256] of dW_down = dy^T (w h), dW_gate = dg^T x, dW_up = du^T x, along the rows of a run
+//   WGrad    [128, 256] of dW_down = dy^T (w h), dW_gate = dg^T x, dW_up = du^T x, along the rows of a run; with it the
+//            biases' gradients, and that of the output gate: sum over rows of dlogit x
 //   GateUp   again, for rows that were not kept
+//   Reduce   dx = dx_shared + sum over k in order of dx_k + dlogit w_output_gate
+//
+// dlogit = (dy . y_shared) s (1 - s), s = sigmoid(x . w_output_gate)
 #include "pass.cuh"
 
 namespace {
 
 struct Backward {
     static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32 rank, u32& uses) {
+        Tracer tracer;
         bool grad = t.kind == program::PULL_GRAD;
         bf16* to = grad ? p.ring_dy + u64(program::ring_row(q, t.a)) * HIDDEN_SIZE : p.kept_x + u64(program::kept_row(q, t.a)) * HIDDEN_SIZE;
         ::pull(p, s, stages, t, rank, grad ? p.dy_of[t.b] : p.x_of[t.b], to, uses);
+        if (threadIdx.x == 0) tracer.end(p, t.kind, 0, t.a, t.b);
     }
 
     static __device__ __forceinline__ u32 blocks(const program::Program& q, const Work& w) {
@@ -22,6 +28,7 @@ struct Backward {
             case program::D_HIDDEN: return HIDDEN_SIZE / 64;
             case program::D_INPUT: return 2 * width / 64;
             case program::W_GRAD: {
+                if (w.task.weight == program::OUTPUT_GATE) return 0;
                 u32 last = w.task.run.block + w.task.run.blocks - 1;
                 return (w.task.run.blocks - 1) * 2 + (program::rows_in(q, last) + 63) / 64;
             }
@@ -66,8 +73,34 @@ struct Backward {
 
     static __device__ __forceinline__ float factor(const PassParams& p, uint2 source) {
         if (source.x == ~0u) return 0.0f;
-        u32 k = source.y % SLOTS;
-        return k < TOP_K ? p.factors[source.x][source.y / SLOTS * TOP_K + k] : 1.0f;
+        u32 k = source.y % SLOTS, token = source.y / SLOTS;
+        if (k < TOP_K) return __ldg(p.factors[source.x] + token * TOP_K + k);
+        return HAS_OUTPUT_GATE ? __ldg(p.output_gates[source.x] + token) : 1.0f;
+    }
+
+    // The gradient of the output gate's logit, from that of the gate.
+    static __device__ __forceinline__ float gate_slope(float d_gate, float gate) {
+        return __fmul_rn(d_gate, __fmul_rn(gate, __fsub_rn(1.0f, gate)));
+    }
+
+    // dh' . h of a row: the sums over tiles, in order.
+    static __device__ __forceinline__ float hidden_dot(const PassParams& p, u32 row, u32 width) {
+        float sum = 0;
+        for (u32 t = 0; t < (width + 255) / 256; t++) sum = __fadd_rn(sum, __ldcg(p.d_w_parts + u64(row) * D_HIDDEN_TILES + t));
+        return sum;
+    }
+
+    // Asks for the tile's g and u while its product runs: 16 rows of 512 bytes of each, a line a lane.
+    static __device__ __forceinline__ void prefetch_gate_up(const PassParams& p, const Work& w, u32 row0) {
+        u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            u32 row = row0 + i * 8 + lane / 4, col = w.task.b * 256 + lane % 4 * 64;
+            if (col >= width) break;
+            u64 at = u64(w.kept + row) * WIDTH + col;
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.kept_g + at));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.kept_u + at));
+        }
     }
 
     static __device__ __forceinline__ void store_d_hidden(const PassParams& p, char* buffer, const float (&acc)[128], const Work& w, u32 row0) {
@@ -117,19 +150,91 @@ struct Backward {
 
     static __device__ __forceinline__ void push_d_w(const PassParams& p, const Work& w, u32 row0) {
         u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
-        if (lane >= 16) return;
-        uint2 to = p.sources[w.task.a * 128 + row0 + lane];
-        if (to.x == ~0u) return;
-        u32 row = w.ring + row0 + lane;
-        float sum = 0;
-        for (u32 t = 0; t < (width + 255) / 256; t++) sum = __fadd_rn(sum, __ldcg(p.d_w_parts + u64(row) * D_HIDDEN_TILES + t));
+        uint2 to = lane < 16 ? p.sources[w.task.a * 128 + row0 + lane] : make_uint2(~0u, 0);
+        u32 row = w.ring + row0, rows = __popc(__ballot_sync(~0u, to.x != ~0u));
+        float sum = lane < rows ? hidden_dot(p, row + lane, width) : 0;
         if (BIASES && w.expert < LOCAL) {
-            // In the order of columns, one row a lane.
-            float dot = 0;
-            for (u32 c = 0; c < HIDDEN_SIZE; c++) dot = __fadd_rn(dot, __fmul_rn(to_f32(p.ring_dy[u64(row) * HIDDEN_SIZE + c]), p.bias_down[w.expert * HIDDEN_SIZE + c]));
-            sum = __fadd_rn(sum, dot);
+            for (u32 r = 0; r < rows; r++) {
+                float dot = dot_row(p.ring_dy + u64(row + r) * HIDDEN_SIZE, p.bias_down + w.expert * HIDDEN_SIZE);
+                if (lane == r) sum = __fadd_rn(sum, dot);
+            }
         }
-        p.d_w[to.x][to.y] = sum;
+        if (lane < rows) p.d_w[to.x][to.y] = sum;
+    }
+
+    // The gradient of this tile's 64 biases of one warpgroup: the columns of dy (times w), dg or du summed along the run's
+    // rows. Of each block of 128 rows a warp sums 32 in order; the four sums are added pairwise, then to the total.
+    static __device__ __forceinline__ void bias_gradient(const PassParams& p, const Work& w, u32 group, char* buffer, bool goes_on) {
+        u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, column = w.task.tile_m * 128 + group * 64 + 2 * lane;
+        bool down = w.task.weight == program::DOWN_WEIGHT;
+        if (w.task.tile_m * 128 + group * 64 >= (down ? HIDDEN_SIZE : INNER_SIZE)) return;
+        const bf16* rows = down ? p.ring_dy : w.task.weight == program::GATE ? p.ring_dg : p.ring_du;
+        u32 stride = down ? HIDDEN_SIZE : WIDTH;
+        float* base = down ? p.d_bias_down : w.task.weight == program::GATE ? p.d_bias_gate : p.d_bias_up;
+        float2* to = reinterpret_cast<float2*>(base + w.expert * (down ? HIDDEN_SIZE : INNER_SIZE) + column);
+        float2* parts = reinterpret_cast<float2*>(buffer - warp * 4096);  // [4 warps, 32 pairs of columns]
+        float2 total = goes_on ? __ldcg(to) : make_float2(0, 0);
+        // The other warps' stores from these buffers are done.
+        ptx::group_sync(2 + group, 128);
+        for (u32 block = 0; block < w.task.run.blocks; block++) {
+            uint2 source = p.sources[(w.task.run.block + block) * 128 + warp * 32 + lane];
+            float mine = down ? factor(p, source) : 1.0f;
+            u32 n = __popc(__ballot_sync(~0u, source.x != ~0u));
+            const bf16* at = rows + u64(w.ring + block * 128 + warp * 32) * stride + column;
+            float2 sum = make_float2(0, 0);
+#pragma unroll 8
+            for (u32 r = 0; r < n; r++) {
+                u32 pair = __ldcg(reinterpret_cast<const u32*>(at + u64(r) * stride));
+                float scale = __shfl_sync(~0u, mine, r);
+                sum.x = __fadd_rn(sum.x, __fmul_rn(scale, low(pair)));
+                sum.y = __fadd_rn(sum.y, __fmul_rn(scale, high(pair)));
+            }
+            parts[warp * 32 + lane] = sum;
+            ptx::group_sync(2 + group, 128);
+            if (warp == 0) {
+                float2 b = parts[32 + lane], c = parts[64 + lane], d = parts[96 + lane];
+                total.x = __fadd_rn(total.x, __fadd_rn(__fadd_rn(sum.x, b.x), __fadd_rn(c.x, d.x)));
+                total.y = __fadd_rn(total.y, __fadd_rn(__fadd_rn(sum.y, b.y), __fadd_rn(c.y, d.y)));
+            }
+            ptx::group_sync(2 + group, 128);
+        }
+        if (warp == 0) __stcg(to, total);
+    }
+
+    // The output gate's gradient: along the run's rows in order, each thread eight columns at a time.
+    static __device__ __forceinline__ void output_gate_gradient(const PassParams& p, const Work& w, u32 group, char* buffer, bool goes_on) {
+        float* slopes = reinterpret_cast<float*>(buffer - threadIdx.x % 128 / 32 * 4096);  // [128 rows], each warpgroup its own
+        for (u32 block = 0; block < w.task.run.blocks; block++) {
+            u32 row = threadIdx.x % 128;
+            uint2 source = p.sources[(w.task.run.block + block) * 128 + row];
+            bool real = source.x != ~0u;
+            u32 rows = block + 1 < w.task.run.blocks ? 128 : program::rows_in(*p.program, w.task.run.block + block);
+            // The other warps' uses of these buffers are done.
+            ptx::group_sync(2 + group, 128);
+            slopes[row] = real ? gate_slope(hidden_dot(p, w.ring + block * 128 + row, SHARED_SIZE), factor(p, source)) : 0.0f;
+            ptx::group_sync(2 + group, 128);
+            for (u32 v = threadIdx.x - 128; v < HIDDEN_SIZE / 8; v += 256) {
+                float4* to = reinterpret_cast<float4*>(p.d_output_gate) + 2 * v;
+                float4 a = make_float4(0, 0, 0, 0), b = a;
+                if (goes_on || block > 0) a = __ldcg(to), b = __ldcg(to + 1);
+                const uint4* x = reinterpret_cast<const uint4*>(p.kept_x + u64(w.kept + block * 128) * HIDDEN_SIZE) + v;
+#pragma unroll 4
+                for (u32 r = 0; r < rows; r++) {
+                    uint4 d = __ldcg(x + r * (HIDDEN_SIZE / 8));
+                    float s = slopes[r];
+                    a.x = __fadd_rn(a.x, __fmul_rn(s, low(d.x))), a.y = __fadd_rn(a.y, __fmul_rn(s, high(d.x)));
+                    a.z = __fadd_rn(a.z, __fmul_rn(s, low(d.y))), a.w = __fadd_rn(a.w, __fmul_rn(s, high(d.y)));
+                    b.x = __fadd_rn(b.x, __fmul_rn(s, low(d.z))), b.y = __fadd_rn(b.y, __fmul_rn(s, high(d.z)));
+                    b.z = __fadd_rn(b.z, __fmul_rn(s, low(d.w))), b.w = __fadd_rn(b.w, __fmul_rn(s, high(d.w)));
+                }
+                __stcg(to, a), __stcg(to + 1, b);
+            }
+        }
+        ptx::group_sync(2 + group, 128);
+    }
+
+    static __device__ __forceinline__ void zero(float* at, u64 n) {
+        for (u64 i = threadIdx.x - 128; i < n / 4; i += 256) reinterpret_cast<float4*>(at)[i] = make_float4(0, 0, 0, 0);
     }
 
     static __device__ __forceinline__ float* gradient(const PassParams& p, const Work& w, u32& m, u32& n) {
@@ -142,7 +247,10 @@ struct Backward {
     }
 
     static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, const char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, char* buffer, u32 row0) {
+        Tracer tracer;
+        maybe_hang(p, w.task);
         if (w.task.kind == program::D_HIDDEN) {
+            prefetch_gate_up(p, w, row0);
             gemm::consume<0, 1>(acc, s.stages, at, stages, group, w.blocks, true);
             store_d_hidden(p, buffer, acc, w, row0);
         } else if (w.task.kind == program::D_INPUT) {
@@ -152,6 +260,8 @@ struct Backward {
         } else if (w.task.kind == program::GATE_UP) {
             gemm::consume<0, 0>(acc, s.stages, at, stages, group, w.blocks, true);
             store_gate_up<false>(p, buffer, acc, w, row0);
+        } else if (HAS_OUTPUT_GATE && w.task.kind == program::W_GRAD && w.task.weight == program::OUTPUT_GATE) {
+            output_gate_gradient(p, w, group, buffer, p.accumulate || !w.task.first);
         } else if (w.task.kind == program::W_GRAD) {
             u32 m, n, lane = threadIdx.x % 32;
             float* base = gradient(p, w, m, n);
@@ -178,28 +288,35 @@ struct Backward {
                     if (r0 + 8 * r < m && c0 + 8 * j < n) __stcs(reinterpret_cast<float2*>(d + u64(8 * r) * n + 8 * j), make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]));
                 }
             }
+            if (BIASES && w.task.tile_n == 0 && w.expert < LOCAL) bias_gradient(p, w, group, buffer, goes_on);
         } else if (w.task.kind == program::ZERO_GRAD && !p.accumulate) {
             u32 shared = w.task.a >= LOCAL;
             u64 len = u64(shared ? SHARED_SIZE : INNER_SIZE) * HIDDEN_SIZE, first = shared ? 0 : w.task.a * len;
-            for (u64 i = threadIdx.x - 128; i < len / 4; i += 256) {
-                float4 zero = make_float4(0, 0, 0, 0);
-                reinterpret_cast<float4*>(p.d_gate[shared] + first)[i] = zero;
-                reinterpret_cast<float4*>(p.d_up[shared] + first)[i] = zero;
-                reinterpret_cast<float4*>(p.d_down[shared] + first)[i] = zero;
+            zero(p.d_gate[shared] + first, len);
+            zero(p.d_up[shared] + first, len);
+            zero(p.d_down[shared] + first, len);
+            if (BIASES && !shared) {
+                zero(p.d_bias_gate + w.task.a * INNER_SIZE, INNER_SIZE);
+                zero(p.d_bias_up + w.task.a * INNER_SIZE, INNER_SIZE);
+                zero(p.d_bias_down + w.task.a * HIDDEN_SIZE, HIDDEN_SIZE);
             }
+            if (HAS_OUTPUT_GATE && shared) zero(p.d_output_gate, HIDDEN_SIZE);
+        }
+        if (TRACE && threadIdx.x == 128 && w.task.kind != program::SKIP) {
+            bool grad = w.task.kind == program::W_GRAD;
+            tracer.end(p, w.task.kind, w.task.weight, grad ? w.task.run.block : w.task.a, grad ? w.task.tile_m << 16 | w.task.tile_n : w.task.b);
         }
     }
 
     static __device__ __forceinline__ void reduce(const PassParams& p, u32 rank, u32 chunk) {
+        Tracer tracer;
         u32 first = chunk * program::REDUCE_TOKENS, end = min(first + program::REDUCE_TOKENS, p.tokens);
         constexpr u32 VECTORS = HIDDEN_SIZE / 8;
         for (u32 i = threadIdx.x; i < (end - first) * VECTORS; i += THREADS) {
             u32 t = first + i / VECTORS, v = i % VECTORS;
             const uint4* slots = reinterpret_cast<const uint4*>(p.combine[rank]) + u64(t) * SLOTS * VECTORS + v;
             float sum[8] = {};
-#pragma unroll
-            for (u32 k = 0; k < TOP_K; k++) {
-                if (p.ids[t * TOP_K + k] < 0) continue;
+            auto add = [&](u32 k) {
                 uint4 d = __ldcg(slots + k * VECTORS);
                 u32 pairs[4] = {d.x, d.y, d.z, d.w};
 #pragma unroll
@@ -207,6 +324,19 @@ struct Backward {
                     sum[2 * c] = __fadd_rn(sum[2 * c], low(pairs[c]));
                     sum[2 * c + 1] = __fadd_rn(sum[2 * c + 1], high(pairs[c]));
                 }
+            };
+            if (SHARED_SIZE > 0) add(TOP_K);
+#pragma unroll
+            for (u32 k = 0; k < TOP_K; k++) {
+                if (p.ids[t * TOP_K + k] >= 0) add(k);
+            }
+            if (HAS_OUTPUT_GATE) {
+                float slope = gate_slope(__ldcg(p.d_w[rank] + t * SLOTS + TOP_K), __ldg(p.output_gates[rank] + t));
+                const float4* gate = reinterpret_cast<const float4*>(p.output_gate) + 2 * v;
+                float4 a = __ldg(gate), b = __ldg(gate + 1);
+                float g[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (u32 c = 0; c < 8; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(slope, g[c]));
             }
             reinterpret_cast<uint4*>(p.out)[u64(t) * VECTORS + v] =
                 make_uint4(pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
@@ -215,6 +345,7 @@ struct Backward {
             bool routed = p.ids[i] >= 0;
             p.d_topk_weights[i] = routed ? __ldcg(p.d_w[rank] + i / TOP_K * SLOTS + i % TOP_K) : 0.0f;
         }
+        if (threadIdx.x == 0) tracer.end(p, program::REDUCE_GRAD, 0, chunk, 0);
     }
 };
 

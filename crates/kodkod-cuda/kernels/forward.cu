@@ -2,14 +2,16 @@
 //
 //   GateUp   g, u [128, 128] = x W_gate^T, x W_up^T, h = act(g, u)   one tile of N = 256: 128 columns of each
 //   Down     y_k  [128, 256] = h W_down^T, straight to the combine slots of the ranks that hold the tokens
-//   Reduce   y = sum over k in order of w_k y_k
+//   Reduce   y = s y_shared + sum over k in order of w_k y_k, s = sigmoid(x . w_output_gate) or 1
 #include "pass.cuh"
 
 namespace {
 
 struct Forward {
     static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32 rank, u32& uses) {
+        Tracer tracer;
         ::pull(p, s, stages, t, rank, p.x_of[t.b], p.kept_x + u64(program::kept_row(q, t.a)) * HIDDEN_SIZE, uses);
+        if (threadIdx.x == 0) tracer.end(p, t.kind, 0, t.a, t.b);
     }
 
     static __device__ __forceinline__ u32 blocks(const program::Program&, const Work& w) {
@@ -40,34 +42,49 @@ struct Forward {
     }
 
     static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, const char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, char* buffer, u32 row0) {
+        Tracer tracer;
+        maybe_hang(p, w.task);
         gemm::consume<0, 0>(acc, s.stages, at, stages, group, w.blocks, true);
         if (w.task.kind == program::GATE_UP) store_gate_up<true>(p, buffer, acc, w, row0);
         else push<true>(p, buffer, acc, w, row0);
+        if (threadIdx.x == 128) tracer.end(p, w.task.kind, 0, w.task.a, w.task.b);
     }
 
-    // Each thread eight columns of a token at a time.
+    // All threads of the CTA; each eight columns of a token at a time.
     static __device__ __forceinline__ void reduce(const PassParams& p, u32 rank, u32 chunk) {
+        Tracer tracer;
         u32 first = chunk * program::REDUCE_TOKENS, end = min(first + program::REDUCE_TOKENS, p.tokens);
         constexpr u32 VECTORS = HIDDEN_SIZE / 8;
+        if (HAS_OUTPUT_GATE) {
+            // Kept for the backward.
+            for (u32 t = first + threadIdx.x / 32; t < end; t += WARPS) {
+                float logit = dot_row(p.x_of[rank] + u64(t) * HIDDEN_SIZE, p.output_gate);
+                if (threadIdx.x % 32 == 0) p.output_gates[rank][t] = __fdividef(1.0f, 1.0f + __expf(-logit));
+            }
+            __syncthreads();
+        }
         for (u32 i = threadIdx.x; i < (end - first) * VECTORS; i += THREADS) {
             u32 t = first + i / VECTORS, v = i % VECTORS;
             const uint4* slots = reinterpret_cast<const uint4*>(p.combine[rank]) + u64(t) * SLOTS * VECTORS + v;
             float sum[8] = {};
-#pragma unroll
-            for (u32 k = 0; k < TOP_K; k++) {
-                if (p.ids[t * TOP_K + k] < 0) continue;
+            auto add = [&](u32 k, float w) {
                 uint4 y = __ldcg(slots + k * VECTORS);
-                float w = p.factors[rank][t * TOP_K + k];
                 u32 pairs[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
                 for (u32 c = 0; c < 4; c++) {
                     sum[2 * c] = __fadd_rn(sum[2 * c], __fmul_rn(w, low(pairs[c])));
                     sum[2 * c + 1] = __fadd_rn(sum[2 * c + 1], __fmul_rn(w, high(pairs[c])));
                 }
+            };
+            if (SHARED_SIZE > 0) add(TOP_K, HAS_OUTPUT_GATE ? __ldcg(p.output_gates[rank] + t) : 1.0f);
+#pragma unroll
+            for (u32 k = 0; k < TOP_K; k++) {
+                if (p.ids[t * TOP_K + k] >= 0) add(k, p.factors[rank][t * TOP_K + k]);
             }
             reinterpret_cast<uint4*>(p.out)[u64(t) * VECTORS + v] =
                 make_uint4(pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
         }
+        if (threadIdx.x == 0) tracer.end(p, program::REDUCE, 0, chunk, 0);
     }
 };
 

@@ -1,6 +1,11 @@
 // What the host hands to the kernels. The shape and knobs are constants of the compilation:
-//   HIDDEN_SIZE INNER_SIZE SHARED_SIZE EXPERTS TOP_K SLOTS RANKS PER_MINIBATCH RING SAVED ALPHA UP_OFFSET LIMIT BIASES HAS_OUTPUT_GATE
+//   HIDDEN_SIZE INNER_SIZE SHARED_SIZE EXPERTS TOP_K SLOTS RANKS PER_MINIBATCH RING SAVED D_HIDDEN_TILES
+//   ALPHA UP_OFFSET LIMIT LIMIT_ON BIASES HAS_OUTPUT_GATE
+//   TRACE, optional: 1 to stamp each task
 #pragma once
+#ifndef TRACE
+#define TRACE 0
+#endif
 #include "ptx/copy.cuh"
 #include "program.cuh"
 
@@ -21,6 +26,12 @@ struct ScheduleParams {
 // What a rank's wait was for when it gave up.
 struct Stall {
     u32 given_up, task, a, b, counter, index, seen, expected;
+};
+
+// One task of one CTA, in nanoseconds of the GPU's clock.
+struct Stamp {
+    u64 begin, end;
+    u32 kind, weight, a, b, sm, cta;
 };
 
 // Index 0 of a pair: the routed experts; 1: the shared.
@@ -50,12 +61,24 @@ struct PassParams {
     float* d_w[RANKS];            // of each rank, [tokens, slots]
     bf16* out;                    // [tokens, hidden]: y or dx
     float* d_topk_weights;        // [tokens, top_k]
-    const float* bias_gate;
-    const float* bias_up;
-    const float* bias_down;
+    float* output_gates[RANKS];   // of each rank, [tokens]: sigmoid(x . output_gate), from the forward's Reduce
+    const float* bias_gate;       // of this rank's experts, [experts, inner]
+    const float* bias_up;         // [experts, inner]
+    const float* bias_down;       // [experts, hidden]
+    const float* output_gate;     // [hidden]
+    float* d_bias_gate;
+    float* d_bias_up;
+    float* d_bias_down;
+    float* d_output_gate;
     float* d_gate[2];
     float* d_up[2];
     float* d_down[2];
     u32 tokens, comm_ctas, accumulate;
     u64 limit_ns;
+    u32* abort;  // of all ranks: not 0 when one has given up
+    // A test hook: the compute task of this kind, block (or expert) and tile does not end until all give up. Kind ~0: none.
+    u32 hang_kind, hang_a, hang_b;
+    Stamp* stamps;  // [stamps_most]; the count of all tasks is in `stamped`
+    u32* stamped;
+    u32 stamps_most;
 };

@@ -11,6 +11,7 @@ constexpr u32 LOCAL = EXPERTS / RANKS;
 struct Work {
     program::Task task;
     u32 more;        // 0: there is no other
+    u32 rows;        // of the block, padding not counted; 128 where rows are not M
     u32 blocks;      // of K
     u32 kept, ring;  // first rows of its slots
     u32 expert;
@@ -18,7 +19,7 @@ struct Work {
 
 struct Shared {
     gemm::Stages stages;
-    u64 work_full[2], work_empty[2];
+    u64 work_full[2], work_empty[2], work_done[2];
     u64 row_full[48];
     Work work[2];
     program::Task comm;
@@ -47,20 +48,19 @@ __device__ __forceinline__ bool wait_for(const PassParams& p, const program::Pro
     u32 polls = 0;
     while ((seen = ptx::load_acquire_sys(counter)) < w.at_least) {
         if (++polls % 64) continue;
-        if (ptx::load_acquire_sys(&p.stall->given_up)) return false;
-        if (ptx::nanoseconds() - start > p.limit_ns) {
-            if (atomicCAS(&p.stall->given_up, 0, 1) == 0) {
-                p.stall->task = t.kind;
-                p.stall->a = t.a;
-                p.stall->b = t.b;
-                p.stall->counter = w.counter.name;
-                p.stall->index = w.counter.index;
-                p.stall->seen = seen;
-                p.stall->expected = w.at_least;
-                __threadfence_system();
-            }
-            return false;
+        if (ptx::nanoseconds() - start <= p.limit_ns && !ptx::load_acquire_sys(p.abort)) continue;
+        // Each rank says what it waited for, so that the one that does not go on stands out.
+        if (atomicCAS(&p.stall->given_up, 0, 1) == 0) {
+            p.stall->task = t.kind;
+            p.stall->a = t.kind == program::W_GRAD ? t.run.block : t.a;
+            p.stall->b = t.b;
+            p.stall->counter = w.counter.name;
+            p.stall->index = w.counter.index;
+            p.stall->seen = seen;
+            p.stall->expected = w.at_least;
         }
+        ptx::add_release_sys(p.abort, 1);
+        return false;
     }
     return true;
 }
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool wait_all(const PassParams& p, const program::Pro
     return wait_for(p, q, t, t.waits[0]) && wait_for(p, q, t, t.waits[1]);
 }
 
-// What the task's threads wrote must be visible to this thread: a barrier comes before.
+// What the task's threads wrote is passed on: they have arrived at a barrier that this thread waited for.
 __device__ __forceinline__ void arrive(const PassParams& p, const program::Program& q, const program::Task& t) {
     for (u32 i = 0; i < 2; i++) {
         const program::Arrive& a = t.arrives[i];
@@ -156,6 +156,7 @@ __device__ __forceinline__ void pull(const PassParams& p, Shared& s, char* stage
     u32 moved = uses;  // pieces stored
     auto store_oldest = [&](char* at, u32 bytes) {
         ptx::barrier_wait(&full[moved % DEPTH], moved / DEPTH % 2);
+        __syncwarp();
         if (lane == 0) {
             ptx::bulk_store(at, buffers + moved % DEPTH * PIECE, bytes);
             ptx::bulk_commit();
@@ -200,10 +201,60 @@ __device__ __forceinline__ void pull(const PassParams& p, Shared& s, char* stage
     ptx::proxy_fence();
 }
 
+// sum_i row_i weight_i: lane l adds groups of eight columns l, l + 32, ... in order, then lanes are added pairwise.
+__device__ __forceinline__ float dot_row(const bf16* row, const float* weight) {
+    float sum = 0;
+#pragma unroll 1
+    for (u32 v = threadIdx.x % 32; v < HIDDEN_SIZE / 8; v += 32) {
+        uint4 a = __ldcg(reinterpret_cast<const uint4*>(row) + v);
+        float4 b0 = __ldg(reinterpret_cast<const float4*>(weight) + 2 * v), b1 = __ldg(reinterpret_cast<const float4*>(weight) + 2 * v + 1);
+        u32 pairs[4] = {a.x, a.y, a.z, a.w};
+        float b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
+#pragma unroll
+        for (u32 c = 0; c < 4; c++) {
+            sum = __fadd_rn(sum, __fmul_rn(low(pairs[c]), b[2 * c]));
+            sum = __fadd_rn(sum, __fmul_rn(high(pairs[c]), b[2 * c + 1]));
+        }
+    }
+#pragma unroll
+    for (u32 d = 16; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+    return sum;
+}
+
+// A test hook: holds one task of this rank until all have given up.
+__device__ __forceinline__ void maybe_hang(const PassParams& p, const program::Task& t) {
+    if (t.kind != p.hang_kind || t.a != p.hang_a || t.b != p.hang_b) return;
+    while (!ptx::load_acquire_sys(p.abort)) __nanosleep(1000);
+}
+
+// Begin and end of a task, by one thread; nothing where TRACE is 0.
+struct Tracer {
+    u64 begin;
+    __device__ __forceinline__ Tracer() : begin(TRACE ? ptx::nanoseconds() : 0) {}
+    __device__ __forceinline__ void end(const PassParams& p, u32 kind, u32 weight, u32 a, u32 b) const {
+        if (!TRACE) return;
+        u32 at = atomicAdd(p.stamped, 1), sm;
+        if (at >= p.stamps_most) return;
+        asm("mov.u32 %0, %%smid;" : "=r"(sm));
+        p.stamps[at] = {begin, ptx::nanoseconds(), kind, weight, a, b, sm, blockIdx.x};
+    }
+};
+
 struct Activated { float h, dg, du; };
 
 __device__ __forceinline__ float clamp_low(float v, float limit) { return LIMIT_ON && v < -limit ? -limit : v; }
 __device__ __forceinline__ float clamp_high(float v, float limit) { return LIMIT_ON && v > limit ? limit : v; }
+
+// Stays on its side of the clamp when it is rounded to bf16: plain rounding would move what is just beyond onto the
+// limit, and the backward, which knows only the stored value, would let a gradient pass that is zero.
+__device__ __forceinline__ float keep_side(float v) {
+    float inside = __uint_as_float(__float_as_uint(LIMIT) & 0xffff0000u);
+    float beyond = __uint_as_float((__float_as_uint(LIMIT) & 0xffff0000u) + 0x10000u);
+    if (v > LIMIT) return v < beyond ? beyond : v;
+    return v > inside ? inside : v;
+}
+__device__ __forceinline__ float keep_gate(float g) { return LIMIT_ON ? keep_side(g) : g; }
+__device__ __forceinline__ float keep_up(float u) { return LIMIT_ON ? copysignf(keep_side(fabsf(u)), u) : u; }
 
 // h = (u + offset) g sigmoid(alpha g), unrounded.
 __device__ __forceinline__ float activate(float g, float u) {
@@ -242,12 +293,14 @@ __device__ __forceinline__ void store_gate_up(const PassParams& p, char* buffer,
                 const float* vu = vg + 64;
                 float g0 = vg[0], g1 = vg[1], u0 = vu[0], u1 = vu[1];
                 if (BIASES && w.expert < LOCAL) {
-                    u32 c = w.expert * INNER_SIZE + min(col0 + 8 * j + 2 * (lane % 4), width - 2);
-                    g0 = __fadd_rn(g0, p.bias_gate[c]), g1 = __fadd_rn(g1, p.bias_gate[c + 1]);
-                    u0 = __fadd_rn(u0, p.bias_up[c]), u1 = __fadd_rn(u1, p.bias_up[c + 1]);
+                    u32 c = w.expert * INNER_SIZE + col0 + 8 * j + 2 * (lane % 4);
+                    float2 bg = __ldg(reinterpret_cast<const float2*>(p.bias_gate + c));
+                    float2 bu = __ldg(reinterpret_cast<const float2*>(p.bias_up + c));
+                    g0 = __fadd_rn(g0, bg.x), g1 = __fadd_rn(g1, bg.y);
+                    u0 = __fadd_rn(u0, bu.x), u1 = __fadd_rn(u1, bu.y);
                 }
-                g[j][r] = pack(g0, g1);
-                u[j][r] = pack(u0, u1);
+                g[j][r] = pack(keep_gate(g0), keep_gate(g1));
+                u[j][r] = pack(keep_up(u0), keep_up(u1));
                 // From the stored values, so that the backward sees the same.
                 if (FORWARD) h[j][r] = pack(activate(low(g[j][r]), low(u[j][r])), activate(high(g[j][r]), high(u[j][r])));
             }
@@ -278,8 +331,9 @@ __device__ __forceinline__ void push(const PassParams& p, char* buffer, const fl
             for (u32 r = 0; r < 2; r++) {
                 float v0 = acc[32 * quarter + 4 * j + 2 * r], v1 = acc[32 * quarter + 4 * j + 2 * r + 1];
                 if (BIASED && BIASES && w.expert < LOCAL) {
-                    const float* bias = p.bias_down + w.expert * HIDDEN_SIZE + col0 + 8 * j + 2 * (lane % 4);
-                    v0 = __fadd_rn(v0, bias[0]), v1 = __fadd_rn(v1, bias[1]);
+                    u32 c = w.expert * HIDDEN_SIZE + col0 + 8 * j + 2 * (lane % 4);
+                    float2 bias = __ldg(reinterpret_cast<const float2*>(p.bias_down + c));
+                    v0 = __fadd_rn(v0, bias.x), v1 = __fadd_rn(v1, bias.y);
                 }
                 v[j][r] = pack(v0, v1);
             }
@@ -305,7 +359,8 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
         gemm::init(s.stages);
         for (u32 i = 0; i < 2; i++) {
             ptx::barrier_init(&s.work_full[i], 1);
-            ptx::barrier_init(&s.work_empty[i], 2);
+            ptx::barrier_init(&s.work_empty[i], 1);
+            ptx::barrier_init(&s.work_done[i], 256);
         }
         for (u32 i = 0; i < 48; i++) ptx::barrier_init(&s.row_full[i], 1);
         ptx::barrier_init_fence();
@@ -338,10 +393,11 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
         __syncthreads();
     }
 
+    // Warpgroup 0 serves: warp 0 draws tickets, decodes them and waits; warp 1 loads tiles; warp 2 arrives when a tile is
+    // stored. Warpgroups 1 and 2 compute, and never wait for memory but in the products themselves.
     if (group == 0) {
         ptx::registers_shrink<56>();
         if (threadIdx.x == 0) {
-            gemm::Cursor at;
             u64 end = program::tickets(q, program::COMPUTE);
             for (u32 n = 0;; n++) {
                 Work& w = s.work[n % 2];
@@ -350,18 +406,35 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                 w.more = ticket < end;
                 if (w.more) {
                     program::decode(q, program::COMPUTE, ticket, w.task);
-                    w.more = wait_all(p, q, w.task);
-                    ptx::proxy_fence();
                     u32 block = w.task.kind == program::W_GRAD ? w.task.run.block : w.task.a;
                     w.expert = w.task.kind == program::W_GRAD ? w.task.run.expert : program::expert_of(q, block);
                     w.kept = program::kept_row(q, block);
                     w.ring = program::ring_row(q, block);
                     w.blocks = Ops::blocks(q, w);
+                    w.rows = w.task.kind < program::W_GRAD ? program::rows_in(q, block) : 128;
+                    w.more = wait_all(p, q, w.task);
                 }
                 bool more = w.more;
                 ptx::barrier_arrive(&s.work_full[n % 2]);
                 if (!more) break;
+            }
+        } else if (threadIdx.x == 32) {
+            gemm::Cursor at;
+            for (u32 n = 0;; n++) {
+                ptx::barrier_wait(&s.work_full[n % 2], n / 2 & 1);
+                const Work& w = s.work[n % 2];
+                if (!w.more) break;
+                ptx::proxy_fence();
                 Ops::produce(p, s, stages, at, w);
+            }
+        } else if (threadIdx.x == 64) {
+            for (u32 n = 0;; n++) {
+                ptx::barrier_wait(&s.work_full[n % 2], n / 2 & 1);
+                if (!s.work[n % 2].more) break;
+                ptx::barrier_wait(&s.work_done[n % 2], n / 2 & 1);
+                ptx::proxy_fence();
+                arrive(p, q, s.work[n % 2].task);
+                ptx::barrier_arrive(&s.work_empty[n % 2]);
             }
         }
     } else {
@@ -374,14 +447,10 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
             ptx::barrier_wait(&s.work_full[n % 2], n / 2 & 1);
             const Work& w = s.work[n % 2];
             if (!w.more) break;
-            Ops::consume(p, s, stages, at, acc, w, group - 1, buffer, row0);
-            // Both groups' writes, then one arrival for the task.
-            ptx::proxy_fence();
-            __threadfence();
-            ptx::group_sync(1, 256);
-            if (threadIdx.x == 128) arrive(p, q, w.task);
-            ptx::group_sync(1, 256);
-            if (threadIdx.x % 128 == 0) ptx::barrier_arrive(&s.work_empty[n % 2]);
+            // Padding rows of a forward are never read; a weight gradient reads those of the backward, up to the next 64.
+            if ((group - 1) * 64 < w.rows) Ops::consume(p, s, stages, at, acc, w, group - 1, buffer, row0);
+            else gemm::skip(s.stages, at, w.blocks);
+            ptx::barrier_arrive(&s.work_done[n % 2]);
         }
     }
 

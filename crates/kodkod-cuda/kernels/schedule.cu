@@ -47,7 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) schedule_count(SchedulePar
 // One CTA: the layout, and what the programs take from it.
 extern "C" __global__ void __launch_bounds__(THREADS) schedule_layout(ScheduleParams p) {
     __shared__ u32 pushing, shared_before, shared_next, shared_any;
+    __shared__ u32 counts[EXPERTS];
     u32 t = threadIdx.x;
+    for (u32 e = t; e < EXPERTS; e += THREADS) counts[e] = p.counts[e];
+    __syncthreads();
     constexpr u32 LOCAL = EXPERTS / RANKS, ALL = LOCAL + (SHARED_SIZE > 0);
     if (t == 0) {
         pushing = 0;
@@ -63,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) schedule_layout(SchedulePa
             u32 from = (first_token + 127) / 128 * 128, to = (end + 127) / 128 * 128;
             u32 rows = SHARED_SIZE > 0 && from < end ? (to < tokens ? to : tokens) - from : 0;
             u32 blocks = (rows + 127) / 128;
-            for (u32 e = 0; e < LOCAL; e++) blocks += (p.counts[r * LOCAL + e] + 127) / 128;
+            for (u32 e = 0; e < LOCAL; e++) blocks += (counts[r * LOCAL + e] + 127) / 128;
             pushing += blocks > 0;
             if (rows) {
                 shared_any = 1;
@@ -75,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) schedule_layout(SchedulePa
         }
         u32 block = 0, run = 0;
         for (u32 e = 0; e < ALL; e++) {
-            u32 rows = e < LOCAL ? p.counts[p.rank * LOCAL + e] : mine;
+            u32 rows = e < LOCAL ? counts[p.rank * LOCAL + e] : mine;
             u32 blocks = (rows + 127) / 128;
             p.rows[e] = rows;
             p.first_block[e] = block;

@@ -144,6 +144,26 @@ impl Stream {
         check(unsafe { sys::cuStreamSynchronize(self.raw) }, "wait for a stream")
     }
 
+    /// Records what follows here, and in streams that wait for it, instead of running it.
+    pub fn begin_capture(&self) -> Result<()> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive.
+        check(unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) }, "begin a capture")
+    }
+
+    /// What was recorded since [`Stream::begin_capture`].
+    pub fn end_capture(&self) -> Result<Graph> {
+        let (mut graph, mut raw) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the stream is alive; the graph is not used after its executable copy is made.
+        unsafe {
+            check(sys::cuStreamEndCapture(self.raw, &mut graph), "end a capture")?;
+            let made = check(sys::cuGraphInstantiateWithFlags(&mut raw, graph, 0), "make a graph");
+            check(sys::cuGraphDestroy(graph), "drop a graph")?;
+            made?;
+        }
+        Ok(Graph { raw })
+    }
+
     /// Makes what follows here wait for an event.
     pub fn wait(&self, event: &Event) -> Result<()> {
         // SAFETY: both are alive.
@@ -155,6 +175,34 @@ impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: made in `new`.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+    }
+}
+
+/// Recorded work, to run many times. What it uses must outlive it.
+#[derive(Debug)]
+pub struct Graph {
+    raw: sys::CUgraphExec,
+}
+// SAFETY: the driver locks its graphs.
+unsafe impl Send for Graph {}
+// SAFETY: as above.
+unsafe impl Sync for Graph {}
+
+impl Graph {
+    /// Runs the work in a stream.
+    ///
+    /// # Safety
+    /// The buffers, kernels and streams that the work uses are alive.
+    pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: both are alive; the caller's contract.
+        check(unsafe { sys::cuGraphLaunch(self.raw, stream.raw) }, "run a graph")
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made in `end_capture`.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.raw) };
     }
 }
 
@@ -241,18 +289,27 @@ impl<T: Copy> Buffer<T> {
         T: Default,
     {
         let mut host = vec![T::default(); self.len];
-        let bytes = self.len * size_of::<T>();
+        self.read_into(&mut host)?;
+        Ok(host)
+    }
+
+    /// The first elements, to `host`; returns when they are here.
+    pub fn read_into(&self, host: &mut [T]) -> Result<()> {
+        assert!(host.len() <= self.len, "a copy beyond the buffer");
+        let bytes = size_of_val(host);
         // SAFETY: both sides hold that many bytes.
         check(
             unsafe { sys::cuMemcpyDtoH_v2(host.as_mut_ptr().cast(), self.address, bytes) },
             "copy from the GPU",
-        )?;
-        Ok(host)
+        )
     }
 
     /// Sets every byte, in a stream.
     pub fn fill(&self, byte: u8, stream: &Stream) -> Result<()> {
         let bytes = self.len * size_of::<T>();
+        if bytes == 0 {
+            return Ok(());
+        }
         // SAFETY: the buffer holds that many bytes.
         check(unsafe { sys::cuMemsetD8Async(self.address, byte, bytes, stream.raw) }, "fill a buffer")
     }

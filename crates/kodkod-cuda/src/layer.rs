@@ -1,14 +1,15 @@
 //! A layer's kernels, its buffers, and its launches, for R virtual ranks on one GPU.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
 use half::bf16;
 use kodkod_core::program::REDUCE_TOKENS;
 use kodkod_core::schedule::experts_per_rank;
-use kodkod_core::{Knobs, ROW_BLOCK, Shape, Stall};
+use kodkod_core::{Biases, Knobs, ROW_BLOCK, Shape, Shared, SharedWeights, Stall, WeightGradients, Weights};
 
-use crate::driver::{Buffer, Device, Event, Kernel, Module, Parameter, Stream, TensorMap};
+use crate::driver::{Buffer, Device, Event, Graph, Kernel, Module, Parameter, Stream, TensorMap};
 use crate::error::{Error, Result};
 use crate::jit::{self, Source};
 
@@ -26,17 +27,87 @@ pub struct DeviceWeights {
     pub up: Buffer<bf16>,
     /// `[experts, hidden, intermediate]`
     pub down: Buffer<bf16>,
+    /// Of the routed experts, where the shape has them.
+    pub biases: Option<Biases<Buffer<f32>>>,
+    /// Where the shape has shared experts.
+    pub shared: Option<SharedWeights<Buffer<bf16>, Buffer<f32>>>,
+}
+
+impl DeviceWeights {
+    /// A copy of the host's.
+    pub fn from_host(w: &Weights<'_, bf16>) -> Result<Self> {
+        let biases = |b: &Biases<&[f32]>| -> Result<_> {
+            Ok(Biases {
+                gate: Buffer::from_host(b.gate)?,
+                up: Buffer::from_host(b.up)?,
+                down: Buffer::from_host(b.down)?,
+            })
+        };
+        let shared = |s: &SharedWeights<&[bf16], &[f32]>| -> Result<_> {
+            Ok(SharedWeights {
+                gate: Buffer::from_host(s.gate)?,
+                up: Buffer::from_host(s.up)?,
+                down: Buffer::from_host(s.down)?,
+                output_gate: s.output_gate.map(Buffer::from_host).transpose()?,
+            })
+        };
+        Ok(DeviceWeights {
+            gate: Buffer::from_host(w.gate)?,
+            up: Buffer::from_host(w.up)?,
+            down: Buffer::from_host(w.down)?,
+            biases: w.biases.as_ref().map(biases).transpose()?,
+            shared: w.shared.as_ref().map(shared).transpose()?,
+        })
+    }
 }
 
 /// Weight gradients on the GPU, in `f32`.
-#[derive(Debug)]
-pub struct DeviceGradients {
-    /// `[experts, intermediate, hidden]`
-    pub gate: Buffer<f32>,
-    /// `[experts, intermediate, hidden]`
-    pub up: Buffer<f32>,
-    /// `[experts, hidden, intermediate]`
-    pub down: Buffer<f32>,
+pub type DeviceGradients = WeightGradients<Buffer<f32>>;
+
+/// Gradients for a shape, not initialised.
+pub fn new_gradients(shape: &Shape) -> Result<DeviceGradients> {
+    let (h, i, e) = (shape.hidden, shape.intermediate, shape.experts);
+    let biases = || -> Result<_> {
+        Ok(Biases { gate: Buffer::new(e * i)?, up: Buffer::new(e * i)?, down: Buffer::new(e * h)? })
+    };
+    let shared = |s: Shared| -> Result<_> {
+        let len = s.intermediate * h;
+        Ok(SharedWeights {
+            gate: Buffer::new(len)?,
+            up: Buffer::new(len)?,
+            down: Buffer::new(len)?,
+            output_gate: s.output_gate.then(|| Buffer::new(h)).transpose()?,
+        })
+    };
+    Ok(WeightGradients {
+        gate: Buffer::new(e * i * h)?,
+        up: Buffer::new(e * i * h)?,
+        down: Buffer::new(e * i * h)?,
+        biases: shape.biases.then(biases).transpose()?,
+        shared: shape.shared.map(shared).transpose()?,
+    })
+}
+
+/// Copies of the gradients on the host.
+pub fn read_gradients(g: &DeviceGradients) -> Result<WeightGradients> {
+    let biases = |b: &Biases<Buffer<f32>>| -> Result<_> {
+        Ok(Biases { gate: b.gate.read()?, up: b.up.read()?, down: b.down.read()? })
+    };
+    let shared = |s: &SharedWeights<Buffer<f32>, Buffer<f32>>| -> Result<_> {
+        Ok(SharedWeights {
+            gate: s.gate.read()?,
+            up: s.up.read()?,
+            down: s.down.read()?,
+            output_gate: s.output_gate.as_ref().map(Buffer::read).transpose()?,
+        })
+    };
+    Ok(WeightGradients {
+        gate: g.gate.read()?,
+        up: g.up.read()?,
+        down: g.down.read()?,
+        biases: g.biases.as_ref().map(biases).transpose()?,
+        shared: g.shared.as_ref().map(shared).transpose()?,
+    })
 }
 
 /// A step's rows and routes on the GPU, all ranks' in rank order, and what comes out.
@@ -93,7 +164,72 @@ pub struct CudaLayer {
     stream: Stream,
     scheduled: Event,
     limit: Duration,
+    /// One word for all ranks: not 0 when one has given up.
+    abort: Buffer<u32>,
+    hang: Option<Hang>,
+    trace: Option<Trace>,
 }
+
+/// Passes recorded by [`CudaLayer::capture`].
+#[derive(Debug)]
+pub struct Replay<'a> {
+    graph: Graph,
+    layer: &'a CudaLayer,
+    _buffers: PhantomData<&'a DeviceStep>,
+}
+
+impl Replay<'_> {
+    /// Runs them, in the layer's stream.
+    pub fn launch(&self) -> Result<()> {
+        // SAFETY: the layer and the buffers are borrowed for as long as `self` lives.
+        unsafe { self.graph.launch(&self.layer.stream) }
+    }
+}
+
+/// A test hook: a compute task of one rank that does not end before the pass is given up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hang {
+    /// 0: forward, 1: backward.
+    pub pass: usize,
+    /// The rank.
+    pub rank: usize,
+    /// Of the task: 2 GateUp, 3 Down, 4 DHidden, 5 DInput.
+    pub kind: u32,
+    /// Row block.
+    pub block: u32,
+    /// Tile of columns.
+    pub tile: u32,
+}
+
+/// Room for the stamps of a pass's tasks, and how many there are, of each rank.
+#[derive(Debug)]
+struct Trace {
+    stamps: Buffer<u64>,
+    stamped: Buffer<u32>,
+}
+
+/// One task of one CTA.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    /// Rank.
+    pub rank: usize,
+    /// Begin and end by the GPU's clock, in nanoseconds.
+    pub begin: u64,
+    /// End.
+    pub end: u64,
+    /// Name of the task.
+    pub kind: &'static str,
+    /// Block and tile, block and source, or chunk; of a weight gradient: its run's block, and tile of rows and of columns.
+    pub place: [u32; 2],
+    /// Streaming multiprocessor.
+    pub sm: u32,
+    /// CTA.
+    pub cta: u32,
+}
+
+/// Most stamps of a rank and pass, and 64-bit words of one.
+const STAMPS: usize = 1 << 18;
+const STAMP_WORDS: usize = 5;
 
 /// One rank's memory on the GPU.
 #[derive(Debug)]
@@ -119,6 +255,8 @@ struct Rank {
     d_w_parts: Buffer<f32>,
     combine: Buffer<bf16>,
     d_w: Buffer<f32>,
+    /// What a forward leaves for its backward: `[tokens]`
+    output_gates: Buffer<f32>,
 }
 
 /// Bytes of a `program::Program`.
@@ -135,9 +273,39 @@ impl CudaLayer {
         knobs: &Knobs,
         tokens_per_rank: &[usize],
     ) -> Result<Self> {
+        Self::build(device, shape, knobs, tokens_per_rank, false)
+    }
+
+    /// The same, with kernels that stamp the begin and end of every task: see [`CudaLayer::stamps`].
+    pub fn traced(
+        device: &Arc<Device>,
+        shape: &Shape,
+        knobs: &Knobs,
+        tokens_per_rank: &[usize],
+    ) -> Result<Self> {
+        Self::build(device, shape, knobs, tokens_per_rank, true)
+    }
+
+    fn build(
+        device: &Arc<Device>,
+        shape: &Shape,
+        knobs: &Knobs,
+        tokens_per_rank: &[usize],
+        traced: bool,
+    ) -> Result<Self> {
         device.make_current()?;
         let sizes = Sizes::new(shape, knobs, tokens_per_rank)?;
-        let defines = sizes.defines(shape);
+        let mut defines = sizes.defines(shape);
+        if traced {
+            defines.push(("TRACE", "1".into()));
+        }
+        let trace = || -> Result<Trace> {
+            let ranks = tokens_per_rank.len();
+            Ok(Trace {
+                stamps: Buffer::new(ranks * STAMPS * STAMP_WORDS)?,
+                stamped: Buffer::from_host(&vec![0; ranks])?,
+            })
+        };
         let code = Source::ALL.map(|source| jit::cubin(source, &defines));
         let mut modules = Vec::new();
         for cubin in code {
@@ -163,6 +331,9 @@ impl CudaLayer {
             stream: Stream::new()?,
             scheduled: Event::new()?,
             limit: Duration::from_secs(10),
+            abort: Buffer::from_host(&[0])?,
+            hang: None,
+            trace: traced.then(trace).transpose()?,
         };
         for rank in 0..layer.ranks.len() {
             let bytes: Vec<u8> = [0, 1].iter().flat_map(|&pass| layer.program(pass, rank, &sizes)).collect();
@@ -214,6 +385,7 @@ impl CudaLayer {
 
     /// Schedule and forward: `step.y`. Asynchronous in [`CudaLayer::stream`].
     pub fn forward(&self, step: &DeviceStep, weights: &DeviceWeights) -> Result<()> {
+        self.check(step, weights, None)?;
         self.schedule(step)?;
         self.pass(0, step, weights, None, false)
     }
@@ -226,10 +398,14 @@ impl CudaLayer {
         gradients: &DeviceGradients,
         accumulate: bool,
     ) -> Result<()> {
+        self.check(step, weights, Some(gradients))?;
         self.pass(1, step, weights, Some(gradients), accumulate)
     }
 
-    /// Waits for the passes, and says where one gave up.
+    /// Waits for the passes, and says where one gave up. The next pass starts afresh.
+    ///
+    /// # Errors
+    /// [`kodkod_core::Error::Stalled`] with what each rank waited for, and which ranks had not pushed all their rows.
     pub fn finish(&self) -> Result<()> {
         self.stream.synchronize()?;
         let mut stalls = Vec::new();
@@ -247,7 +423,139 @@ impl CudaLayer {
                 memory.stall.fill(0, &self.stream)?;
             }
         }
-        if stalls.is_empty() { Ok(()) } else { Err(Error::Layer(kodkod_core::Error::Stalled(stalls))) }
+        if stalls.is_empty() {
+            return Ok(());
+        }
+        let mut late = Vec::new();
+        for (rank, memory) in self.ranks.iter().enumerate() {
+            let blocks = memory.first_block.read()?.last().copied().unwrap_or(0);
+            let (pushed, all) = (memory.counters.read()?[1], blocks * self.shape.hidden.div_ceil(256) as u32);
+            if pushed < all {
+                late.push(format!("rank {rank} has pushed {pushed} of {all} tiles"));
+            }
+        }
+        for stall in &mut stalls {
+            stall.counter += &format!(" ({})", late.join(", "));
+        }
+        self.abort.fill(0, &self.stream)?;
+        self.stream.synchronize()?;
+        Err(Error::Layer(kodkod_core::Error::Stalled(stalls)))
+    }
+
+    /// How long a rank may wait for a counter before the pass is given up.
+    pub fn set_wait_limit(&mut self, limit: Duration) {
+        self.limit = limit;
+    }
+
+    /// A test hook: a task that does not end, in passes from now on.
+    pub fn set_hang(&mut self, hang: Option<Hang>) {
+        self.hang = hang;
+    }
+
+    /// Records a forward, and a backward where there are gradients, to run many times with what the step's buffers then hold.
+    pub fn capture<'a>(
+        &'a self,
+        step: &'a DeviceStep,
+        weights: &'a DeviceWeights,
+        gradients: Option<&'a DeviceGradients>,
+    ) -> Result<Replay<'a>> {
+        self.stream.begin_capture()?;
+        let recorded = self.forward(step, weights).and_then(|()| match gradients {
+            Some(g) => self.backward(step, weights, g, false),
+            None => Ok(()),
+        });
+        // A capture that failed must be ended too.
+        let graph = self.stream.end_capture();
+        recorded?;
+        Ok(Replay { graph: graph?, layer: self, _buffers: PhantomData })
+    }
+
+    /// Forgets the stamps of the passes so far.
+    pub fn clear_stamps(&self) -> Result<()> {
+        match &self.trace {
+            Some(trace) => trace.stamped.fill(0, &self.stream),
+            None => Ok(()),
+        }
+    }
+
+    /// The stamps of the passes since [`CudaLayer::clear_stamps`]; none unless the layer is traced.
+    pub fn stamps(&self) -> Result<Vec<Stamp>> {
+        let Some(trace) = &self.trace else { return Ok(vec![]) };
+        self.stream.synchronize()?;
+        let (words, counts) = (trace.stamps.read()?, trace.stamped.read()?);
+        let mut all = Vec::new();
+        for (rank, &count) in counts.iter().enumerate() {
+            let mine = &words[rank * STAMPS * STAMP_WORDS..];
+            for w in mine.chunks_exact(STAMP_WORDS).take((count as usize).min(STAMPS)) {
+                let pair = |w: u64| [w as u32, (w >> 32) as u32];
+                let ([kind, weight], place, [sm, cta]) = (pair(w[2]), pair(w[3]), pair(w[4]));
+                let kind = match KINDS[kind as usize % KINDS.len()] {
+                    "WGrad" => WEIGHTS[weight as usize % WEIGHTS.len()],
+                    kind => kind,
+                };
+                all.push(Stamp { rank, begin: w[0], end: w[1], kind, place, sm, cta });
+            }
+        }
+        Ok(all)
+    }
+
+    /// Tokens of all ranks, or an error that names what has another length than the shape asks for.
+    fn check(
+        &self,
+        step: &DeviceStep,
+        weights: &DeviceWeights,
+        gradients: Option<&DeviceGradients>,
+    ) -> Result<()> {
+        let (h, i) = (("hidden", self.shape.hidden), ("intermediate", self.shape.intermediate));
+        let (e, k) = (("experts", self.shape.experts), ("top_k", self.shape.top_k));
+        let t = ("tokens", self.tokens.iter().sum());
+        let len = kodkod_core::Error::check_len;
+        for (name, rows) in [("x", &step.x), ("dy", &step.dy), ("y", &step.y), ("dx", &step.dx)] {
+            len(name, rows.len(), &[t, h])?;
+        }
+        len("topk_ids", step.ids.len(), &[t, k])?;
+        len("topk_weights", step.topk_weights.len(), &[t, k])?;
+        len("d_topk_weights", step.d_topk_weights.len(), &[t, k])?;
+        len("w_gate", weights.gate.len(), &[e, i, h])?;
+        len("w_up", weights.up.len(), &[e, i, h])?;
+        len("w_down", weights.down.len(), &[e, h, i])?;
+        if self.shape.biases {
+            let b = weights.biases.as_ref();
+            len("b_gate", b.map_or(0, |b| b.gate.len()), &[e, i])?;
+            len("b_up", b.map_or(0, |b| b.up.len()), &[e, i])?;
+            len("b_down", b.map_or(0, |b| b.down.len()), &[e, h])?;
+        }
+        if let Some(shared) = self.shape.shared {
+            let (s, w) = (("shared intermediate", shared.intermediate), weights.shared.as_ref());
+            len("shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
+            len("shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
+            len("shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
+            if shared.output_gate {
+                let gate = w.and_then(|w| w.output_gate.as_ref());
+                len("shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
+            }
+        }
+        let Some(g) = gradients else { return Ok(()) };
+        len("dw_gate", g.gate.len(), &[e, i, h])?;
+        len("dw_up", g.up.len(), &[e, i, h])?;
+        len("dw_down", g.down.len(), &[e, h, i])?;
+        if self.shape.biases {
+            let b = g.biases.as_ref();
+            len("db_gate", b.map_or(0, |b| b.gate.len()), &[e, i])?;
+            len("db_up", b.map_or(0, |b| b.up.len()), &[e, i])?;
+            len("db_down", b.map_or(0, |b| b.down.len()), &[e, h])?;
+        }
+        if let Some(shared) = self.shape.shared {
+            let (s, w) = (("shared intermediate", shared.intermediate), g.shared.as_ref());
+            len("d_shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
+            len("d_shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
+            len("d_shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
+            if shared.output_gate {
+                let gate = w.and_then(|w| w.output_gate.as_ref());
+                len("d_shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
+            }
+        }
+        Ok(())
     }
 
     fn pass(
@@ -292,22 +600,42 @@ impl CudaLayer {
         let rows = |b: &Buffer<bf16>, columns: u64| b.len() as u64 / columns;
         // This rank's experts.
         let weight = |b: &Buffer<bf16>| b.address() + rank as u64 * local * h * i * 2;
-        let pair = |p: &mut Parameter, routed: TensorMap| {
-            p.map(&routed).map(&TensorMap::NONE);
+        let shared_width = self.shape.shared.map_or(0, |s| s.intermediate as u64);
+        let shared = weights.shared.as_ref();
+        // Of the routed experts and of the shared: [rows, columns].
+        let pair = |p: &mut Parameter,
+                    routed: &Buffer<bf16>,
+                    shared: Option<&Buffer<bf16>>,
+                    rows: [u64; 2],
+                    columns: [u64; 2],
+                    box_rows|
+         -> Result<()> {
+            p.map(&map(weight(routed), rows[0], columns[0], box_rows)?);
+            p.map(&match shared {
+                Some(b) => map(b.address(), rows[1], columns[1], box_rows)?,
+                None => TensorMap::NONE,
+            });
+            Ok(())
         };
-        let width = i;
+        let inner = |p: &mut Parameter, routed, shared, box_rows| {
+            pair(p, routed, shared, [local * i, shared_width], [h, h], box_rows)
+        };
+        let outer = |p: &mut Parameter, routed, shared, box_rows| {
+            pair(p, routed, shared, [local * h, h], [i, shared_width], box_rows)
+        };
+        let width = i.max(shared_width);
         let mut p = Parameter::new();
         p.map(&map(memory.x.address(), rows(&memory.x, h), h, 128)?);
         p.map(&map(memory.h.address(), rows(&memory.h, width), width, 128)?);
-        pair(&mut p, map(weight(&weights.gate), local * i, h, 128)?);
-        pair(&mut p, map(weight(&weights.up), local * i, h, 128)?);
-        pair(&mut p, map(weight(&weights.down), local * h, i, 256)?);
+        inner(&mut p, &weights.gate, shared.map(|s| &s.gate), 128)?;
+        inner(&mut p, &weights.up, shared.map(|s| &s.up), 128)?;
+        outer(&mut p, &weights.down, shared.map(|s| &s.down), 256)?;
         p.map(&map(memory.dy.address(), rows(&memory.dy, h), h, 128)?);
         p.map(&map(memory.dg.address(), rows(&memory.dg, width), width, 128)?);
         p.map(&map(memory.du.address(), rows(&memory.du, width), width, 128)?);
-        pair(&mut p, map(weight(&weights.gate), local * i, h, 64)?);
-        pair(&mut p, map(weight(&weights.up), local * i, h, 64)?);
-        pair(&mut p, map(weight(&weights.down), local * h, i, 64)?);
+        inner(&mut p, &weights.gate, shared.map(|s| &s.gate), 64)?;
+        inner(&mut p, &weights.up, shared.map(|s| &s.up), 64)?;
+        outer(&mut p, &weights.down, shared.map(|s| &s.down), 64)?;
         p.map(&map(memory.x.address(), rows(&memory.x, h), h, 64)?);
         p.map(&map(memory.dy.address(), rows(&memory.dy, h), h, 64)?);
         p.map(&map(memory.dg.address(), rows(&memory.dg, width), width, 64)?);
@@ -341,20 +669,43 @@ impl CudaLayer {
         ranks.clone().for_each(|r| {
             p.u64(self.ranks[r].combine.address());
         });
-        ranks.for_each(|r| {
+        ranks.clone().for_each(|r| {
             p.u64(self.ranks[r].d_w.address());
         });
         let out = if pass == 0 { &step.y } else { &step.dx };
         p.u64(at(out.address(), rank, self.shape.hidden * 2));
         p.u64(at(step.d_topk_weights.address(), rank, self.shape.top_k * 4));
-        p.u64(0).u64(0).u64(0);
-        for which in 0..3 {
-            let gradient = gradients.map(|g| [&g.gate, &g.up, &g.down][which]);
-            p.u64(gradient.map_or(0, |g| g.address() + rank as u64 * local * h * i * 4)).u64(0);
-        }
+        ranks.for_each(|r| {
+            p.u64(self.ranks[r].output_gates.address());
+        });
+        // This rank's part of what all experts have `n` of, and the whole of what is shared; null where there is none.
+        let part =
+            |b: Option<&Buffer<f32>>, n: u64| b.map_or(0, |b| b.address() + rank as u64 * local * n * 4);
+        let whole = |b: Option<&Buffer<f32>>| b.map_or(0, Buffer::address);
+        let biases = |p: &mut Parameter, b: Option<&Biases<Buffer<f32>>>| {
+            p.u64(part(b.map(|b| &b.gate), i))
+                .u64(part(b.map(|b| &b.up), i))
+                .u64(part(b.map(|b| &b.down), h));
+        };
+        biases(&mut p, weights.biases.as_ref());
+        p.u64(whole(weights.shared.as_ref().and_then(|s| s.output_gate.as_ref())));
+        let shared = gradients.and_then(|g| g.shared.as_ref());
+        biases(&mut p, gradients.and_then(|g| g.biases.as_ref()));
+        p.u64(whole(shared.and_then(|s| s.output_gate.as_ref())));
+        p.u64(part(gradients.map(|g| &g.gate), h * i)).u64(whole(shared.map(|s| &s.gate)));
+        p.u64(part(gradients.map(|g| &g.up), h * i)).u64(whole(shared.map(|s| &s.up)));
+        p.u64(part(gradients.map(|g| &g.down), h * i)).u64(whole(shared.map(|s| &s.down)));
         let comm = [self.knobs.fwd_comm_sms, self.knobs.bwd_comm_sms][pass];
         p.u32(self.tokens[rank] as u32).u32(comm as u32).u32(u32::from(accumulate));
-        p.u64(self.limit.as_nanos() as u64);
+        p.u64(self.limit.as_nanos() as u64).u64(self.abort.address());
+        let hang = self.hang.filter(|h| h.pass == pass && h.rank == rank);
+        let [kind, a, b] = hang.map_or([u32::MAX, 0, 0], |h| [h.kind, h.block, h.tile]);
+        p.u32(kind).u32(a).u32(b);
+        match &self.trace {
+            Some(t) => p.u64(t.stamps.address() + (rank * STAMPS * STAMP_WORDS * 8) as u64),
+            None => p.u64(0),
+        };
+        p.u64(self.trace.as_ref().map_or(0, |t| t.stamped.address() + rank as u64 * 4)).u32(STAMPS as u32);
         Ok(p)
     }
 
@@ -408,6 +759,7 @@ const KINDS: [&str; 11] = [
     "Reduce",
     "ReduceGrad",
 ];
+const WEIGHTS: [&str; 4] = ["WGradGate", "WGradUp", "WGradDown", "WGradOutputGate"];
 const COUNTERS: [&str; 8] =
     ["done", "pushed", "chain", "pulled", "grad_pulled", "hidden", "grad_hidden", "free"];
 
@@ -428,15 +780,23 @@ impl Sizes {
     fn new(shape: &Shape, knobs: &Knobs, tokens: &[usize]) -> Result<Self> {
         shape.validate()?;
         knobs.validate()?;
-        for (name, size) in [("hidden", shape.hidden), ("intermediate", shape.intermediate)] {
+        let shared = shape.shared.map_or(0, |s| s.intermediate);
+        let widths =
+            [("hidden", shape.hidden), ("intermediate", shape.intermediate), ("shared intermediate", shared)];
+        for (name, size) in widths {
             if size % 64 != 0 {
                 let allowed = "it must be a multiple of 64 on a GPU";
                 return Err(kodkod_core::Error::invalid(name, size, allowed).into());
             }
         }
         let local = experts_per_rank(shape, tokens.len())?;
-        let routes = tokens.iter().sum::<usize>() * shape.top_k.min(local);
-        let blocks = routes / ROW_BLOCK + local;
+        // Every route of every token may go to this rank, since an expert may stand twice in a token.
+        let routes = tokens.iter().sum::<usize>() * shape.top_k;
+        let most = tokens.iter().copied().max().unwrap_or(0);
+        let shared_blocks = if shared > 0 { most.div_ceil(ROW_BLOCK) } else { 0 };
+        let blocks = routes / ROW_BLOCK + local + shared_blocks;
+        let (m, n) = (|w: usize| w.div_ceil(128), |w: usize| w.div_ceil(256));
+        let shared_tiles = 2 * m(shared) * n(shape.hidden) + m(shape.hidden) * n(shared) + 1;
         let per_minibatch = (knobs.minibatch_rows / ROW_BLOCK) as u32;
         let minibatches = (blocks as u32).div_ceil(per_minibatch);
         let ring = ((knobs.ring_rows / knobs.minibatch_rows) as u32).min(minibatches);
@@ -451,8 +811,8 @@ impl Sizes {
             saved,
             kept_rows: rows(saved.saturating_add(ring).min(minibatches)),
             ring_rows: rows(ring),
-            // Blocks, runs and minibatches: `program::place`; shared tiles are few.
-            counters: 2 + 4 * blocks + 2 * (blocks + local) + 8192,
+            // `program::place`: two, the chain, four a block and run, minibatches.
+            counters: 2 + shared_tiles + 4 * blocks + 2 * (blocks + local + 2),
         })
     }
 
@@ -508,6 +868,7 @@ impl Rank {
             d_w_parts: Buffer::new(ring * width.div_ceil(256))?,
             combine: Buffer::new(tokens * shape.slots() * shape.hidden)?,
             d_w: Buffer::new(tokens * shape.slots())?,
+            output_gates: Buffer::new(tokens)?,
         })
     }
 }

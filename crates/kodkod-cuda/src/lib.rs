@@ -10,4 +10,6 @@ pub mod jit;
 mod layer;
 
 pub use error::{Error, Result};
-pub use layer::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights};
+pub use layer::{
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, Replay, Stamp, new_gradients, read_gradients,
+};
