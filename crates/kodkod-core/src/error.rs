@@ -46,6 +46,9 @@ pub enum Error {
     /// A wait outlasted its limit: one entry for every rank that was still waiting.
     #[error("the pass was given up: {}", list(.0))]
     Stalled(Vec<Stall>),
+    /// A machine cannot be used, in its own words: what is missing, and what works instead.
+    #[error("{0}")]
+    Machine(String),
     /// A defect in kodkod: please report it with the step (`kodkod replay` reads one from a file).
     #[error("internal error: {0}")]
     Internal(String),

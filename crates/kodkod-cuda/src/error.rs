@@ -61,3 +61,12 @@ pub enum Error {
     #[error("kernel cache: {0}")]
     Cache(#[from] std::io::Error),
 }
+
+impl From<Error> for kodkod_core::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Layer(error) => error,
+            other => kodkod_core::Error::Machine(other.to_string()),
+        }
+    }
+}

@@ -39,6 +39,12 @@ impl Source {
     /// All of them.
     pub const ALL: [Source; 3] = [Source::Schedule, Source::Forward, Source::Backward];
 
+    /// Whether the file depends on a constant: the knobs are the schedule's alone, so that other knobs compile no pass
+    /// again.
+    fn takes(self, constant: &str) -> bool {
+        self == Source::Schedule || !matches!(constant, "PER_MINIBATCH" | "RING" | "SAVED")
+    }
+
     fn file(self) -> (&'static str, &'static str) {
         match self {
             Source::Schedule => ("schedule.cu", include_str!("../kernels/schedule.cu")),
@@ -98,7 +104,8 @@ fn key(source: Source, defines: &[(&str, String)]) -> u64 {
     hash.write(source.file().1.as_bytes());
     HEADERS.iter().for_each(|(_, text)| hash.write(text.as_bytes()));
     OPTIONS.iter().for_each(|option| hash.write(option.as_bytes()));
-    defines.iter().for_each(|(name, value)| hash.write(format!("{name}={value};").as_bytes()));
+    let defines = defines.iter().filter(|(name, _)| source.takes(name));
+    defines.for_each(|(name, value)| hash.write(format!("{name}={value};").as_bytes()));
     hash.finish()
 }
 
@@ -188,7 +195,7 @@ pub fn compile(source: Source, defines: &[(&str, String)]) -> Result<Cubin> {
     let options: Vec<_> = OPTIONS
         .iter()
         .map(|o| text(o))
-        .chain(defines.iter().map(|(n, v)| text(&format!("-D{n}={v}"))))
+        .chain(defines.iter().filter(|(n, _)| source.takes(n)).map(|(n, v)| text(&format!("-D{n}={v}"))))
         .collect();
     let option_texts: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
 

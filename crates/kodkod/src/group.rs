@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use kodkod_core::Result;
+use kodkod_core::{Error, Result};
 use kodkod_cpu::{CpuGroup, CpuOptions};
 
 use crate::Isa;
+use crate::cuda_layer::CudaGroup;
 
 /// The ranks that share the experts of a layer. Cheap to clone: clones are the same group. Layers of a group share
 /// its threads and memory; one pass runs at a time.
@@ -21,7 +22,14 @@ use crate::Isa;
 /// ```
 #[derive(Clone)]
 pub struct ExpertGroup {
-    machine: Arc<CpuGroup>,
+    machine: Machine,
+}
+
+/// Where the ranks run.
+#[derive(Clone)]
+pub(crate) enum Machine {
+    Cpu(Arc<CpuGroup>),
+    Cuda(Arc<CudaGroup>),
 }
 
 impl ExpertGroup {
@@ -38,41 +46,94 @@ impl ExpertGroup {
     /// # Errors
     /// [`kodkod_core::Error::Invalid`] for an option that is out of range, or an instruction set this CPU lacks.
     pub fn cpu_with(options: CpuOptions) -> Result<Self> {
-        Ok(ExpertGroup { machine: Arc::new(CpuGroup::new(options)?) })
+        Ok(ExpertGroup { machine: Machine::Cpu(Arc::new(CpuGroup::new(options)?)) })
+    }
+
+    /// One rank a GPU, given by their ordinals. Layers compute in bf16, with sizes that are multiples of 64.
+    ///
+    /// # Errors
+    /// [`Error::Machine`] where there is no driver, no such GPU, or one that the kernels do not run on;
+    /// [`Error::Invalid`] for no device, or, in this version, for more than one.
+    pub fn cuda(devices: &[usize]) -> Result<Self> {
+        match *devices {
+            [] => Err(Error::invalid("devices", "empty", "one GPU is needed")),
+            [device] => Self::cuda_virtual(device, 1),
+            _ => {
+                let allowed = "several GPUs are not in this version; for several ranks on one GPU there is \
+                               ExpertGroup::cuda_virtual";
+                Err(Error::invalid("devices", format!("{devices:?}"), allowed))
+            }
+        }
+    }
+
+    /// `ranks` virtual ranks on one GPU, each on its share of the streaming multiprocessors.
+    ///
+    /// # Errors
+    /// [`Error::Machine`] as for [`ExpertGroup::cuda`]; [`Error::Invalid`] for 0 ranks or too many.
+    pub fn cuda_virtual(device: usize, ranks: usize) -> Result<Self> {
+        Ok(ExpertGroup { machine: Machine::Cuda(Arc::new(CudaGroup::new(device, ranks)?)) })
     }
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.machine.options().ranks
+        match &self.machine {
+            Machine::Cpu(cpu) => cpu.options().ranks,
+            Machine::Cuda(cuda) => cuda.ranks,
+        }
     }
 
-    /// Worker threads.
+    /// Worker threads; 0 on a GPU.
     pub fn threads(&self) -> usize {
-        self.machine.threads()
+        match &self.machine {
+            Machine::Cpu(cpu) => cpu.threads(),
+            Machine::Cuda(_) => 0,
+        }
     }
 
-    /// The instruction set in use.
-    pub fn isa(&self) -> Isa {
-        self.machine.isa()
+    /// The CPU's instruction set in use; none on a GPU.
+    pub fn isa(&self) -> Option<Isa> {
+        match &self.machine {
+            Machine::Cpu(cpu) => Some(cpu.isa()),
+            Machine::Cuda(_) => None,
+        }
     }
 
-    /// Bytes of symmetric memory that the group and its contexts hold now, and the most they ever held.
+    /// What the ranks run on, in a few words: `avx2 on 2 threads`, or the GPU's name.
+    pub fn description(&self) -> String {
+        match &self.machine {
+            Machine::Cpu(cpu) => format!("{} on {} threads", cpu.isa(), cpu.threads()),
+            Machine::Cuda(cuda) => cuda.device.name().to_owned(),
+        }
+    }
+
+    /// Bytes of symmetric memory that the group and its contexts hold now, and the most they ever held. Not counted on
+    /// a GPU, where each layer holds its own: 0.
     pub fn memory(&self) -> (usize, usize) {
-        self.machine.memory()
+        match &self.machine {
+            Machine::Cpu(cpu) => cpu.memory(),
+            Machine::Cuda(_) => (0, 0),
+        }
     }
 
     /// Gives memory that waits for reuse back to the system.
     pub fn trim(&self) {
-        self.machine.trim();
+        if let Machine::Cpu(cpu) = &self.machine {
+            cpu.trim();
+        }
     }
 
-    pub(crate) fn machine(&self) -> &Arc<CpuGroup> {
+    pub(crate) fn machine(&self) -> &Machine {
         &self.machine
     }
 }
 
 impl std::fmt::Debug for ExpertGroup {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ExpertGroup").field("cpu", self.machine.options()).finish_non_exhaustive()
+        let mut text = f.debug_struct("ExpertGroup");
+        match &self.machine {
+            Machine::Cpu(cpu) => text.field("cpu", cpu.options()),
+            Machine::Cuda(cuda) => text.field("cuda", &cuda.device).field("ranks", &cuda.ranks),
+        };
+        text.finish_non_exhaustive()
     }
 }

@@ -1,12 +1,15 @@
 //! One MoE layer over a group: `y = shared(x) + sum over k in order of w_k expert_k(x)`, and its gradients.
 
+use std::any::{Any, TypeId};
 use std::sync::Arc;
 
+use half::bf16;
 use kodkod_core::schedule::experts_per_rank;
-use kodkod_core::{Error, Knobs, Result, Routing, Shape, WeightGradients, Weights};
+use kodkod_core::{Error, Knobs, Precision, Result, Routing, Shape, SharedWeights, WeightGradients, Weights};
 use kodkod_cpu::{CpuGroup, Element, Saved};
 
-use crate::group::ExpertGroup;
+use crate::cuda_layer::{OnGpu, SavedOnGpu};
+use crate::group::{ExpertGroup, Machine};
 
 /// A layer of a shape, run by a group, in storage type `T` (`bf16` or `f32`). It holds no weights: they are the
 /// caller's, and may change from call to call.
@@ -37,27 +40,63 @@ use crate::group::ExpertGroup;
 /// ```
 #[derive(Clone)]
 pub struct MoeLayer<T> {
-    machine: Arc<CpuGroup>,
+    machine: LayerMachine,
     shape: Shape,
     knobs: Knobs,
     _elements: std::marker::PhantomData<T>,
 }
 
+#[derive(Clone)]
+enum LayerMachine {
+    Cpu(Arc<CpuGroup>),
+    Cuda(Arc<OnGpu>),
+}
+
 /// What a forward keeps for its backward.
 pub struct Context<T> {
-    saved: Saved<T>,
+    saved: SavedOn<T>,
+}
+
+enum SavedOn<T> {
+    Cpu(Saved<T>),
+    Cuda(SavedOnGpu),
+}
+
+impl<T> Context<T> {
+    fn shape(&self) -> &Shape {
+        match &self.saved {
+            SavedOn::Cpu(saved) => saved.shape(),
+            SavedOn::Cuda(saved) => &saved.shape,
+        }
+    }
+
+    fn routing(&self) -> &Routing {
+        match &self.saved {
+            SavedOn::Cpu(saved) => saved.routing(),
+            SavedOn::Cuda(saved) => &saved.routing,
+        }
+    }
 }
 
 impl<T: Element> MoeLayer<T> {
     /// A layer of `shape` on the ranks of `group`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where a size or a knob is not allowed, or the ranks do not divide the experts.
+    /// [`Error::Invalid`] where a size or a knob is not allowed, or the ranks do not divide the experts; on a GPU also
+    /// where `T` is `f32`, or a width is no multiple of 64.
     pub fn new(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
         shape.validate()?;
         knobs.validate()?;
         experts_per_rank(&shape, group.ranks())?;
-        Ok(MoeLayer { machine: group.machine().clone(), shape, knobs, _elements: std::marker::PhantomData })
+        let machine = match group.machine() {
+            Machine::Cpu(cpu) => LayerMachine::Cpu(cpu.clone()),
+            Machine::Cuda(_) if T::PRECISION == Precision::F32 => {
+                let allowed = "a GPU computes in bf16; for f32 there is ExpertGroup::cpu";
+                return Err(Error::invalid("precision", "f32", allowed));
+            }
+            Machine::Cuda(cuda) => LayerMachine::Cuda(Arc::new(OnGpu::new(cuda, &shape, &knobs)?)),
+        };
+        Ok(MoeLayer { machine, shape, knobs, _elements: std::marker::PhantomData })
     }
 
     /// The layer's shape.
@@ -74,10 +113,19 @@ impl<T: Element> MoeLayer<T> {
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::Invalid`] for an argument that does not fit the shape or the group; nothing is
-    /// computed then. [`Error::Stalled`] where a task waited too long.
+    /// computed then. [`Error::Stalled`] where a task waited too long; [`Error::Machine`] in a GPU's own words.
     pub fn forward(&self, x: &[T], routing: &Routing, weights: &Weights<T>) -> Result<(Vec<T>, Context<T>)> {
         self.check("x", x, routing, weights)?;
-        let (y, saved) = self.machine.forward(&self.shape, &self.knobs, x, routing, weights)?;
+        let (y, saved) = match &self.machine {
+            LayerMachine::Cpu(cpu) => {
+                let (y, saved) = cpu.forward(&self.shape, &self.knobs, x, routing, weights)?;
+                (y, SavedOn::Cpu(saved))
+            }
+            LayerMachine::Cuda(gpu) => {
+                let (y, saved) = gpu.forward(as_bf16(x), routing, &weights_as_bf16(weights))?;
+                (from_bf16(y), SavedOn::Cuda(saved))
+            }
+        };
         Ok((y, Context { saved }))
     }
 
@@ -100,25 +148,43 @@ impl<T: Element> MoeLayer<T> {
         self.check("x", x, routing, weights)?;
         self.check("dy", dy, routing, weights)?;
         gradients.validate(&self.shape)?;
-        if *context.saved.shape() != self.shape {
+        if *context.shape() != self.shape {
             return Err(Error::invalid(
                 "context",
                 "of another shape",
                 "the context of this layer's forward is needed",
             ));
         }
-        if context.saved.routing() != routing {
+        if context.routing() != routing {
             return Err(Error::invalid(
                 "routing",
                 "another than the forward's",
                 "the same routing is needed",
             ));
         }
-        self.machine.backward(&context.saved, dy, x, weights, gradients, accumulate)
+        match (&self.machine, &context.saved) {
+            (LayerMachine::Cpu(cpu), SavedOn::Cpu(saved)) => {
+                cpu.backward(saved, dy, x, weights, gradients, accumulate)
+            }
+            (LayerMachine::Cuda(gpu), SavedOn::Cuda(saved)) => {
+                let weights = weights_as_bf16(weights);
+                let (dx, d_topk_weights) =
+                    gpu.backward(saved, as_bf16(dy), as_bf16(x), &weights, gradients, accumulate)?;
+                Ok((from_bf16(dx), d_topk_weights))
+            }
+            _ => Err(Error::invalid(
+                "context",
+                "of another machine",
+                "the context of this layer's forward is needed",
+            )),
+        }
     }
 
     fn check(&self, name: &str, rows: &[T], routing: &Routing, weights: &Weights<T>) -> Result<()> {
-        let ranks = self.machine.options().ranks;
+        let ranks = match &self.machine {
+            LayerMachine::Cpu(cpu) => cpu.options().ranks,
+            LayerMachine::Cuda(gpu) => gpu.ranks(),
+        };
         if routing.ranks() != ranks {
             let allowed = format!("the group has {ranks} ranks, one count each is needed");
             return Err(Error::invalid("ranks of the routing", routing.ranks(), allowed));
@@ -139,6 +205,33 @@ impl<T: Element> MoeLayer<T> {
     }
 }
 
+/// Elements of a layer that is known to be in bf16, as such.
+fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
+    assert_eq!(TypeId::of::<T>(), TypeId::of::<bf16>(), "a GPU's layer is in bf16");
+    // SAFETY: the two types are the same.
+    unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
+}
+
+fn weights_as_bf16<'a, T: Element>(w: &Weights<'a, T>) -> Weights<'a, bf16> {
+    Weights {
+        gate: as_bf16(w.gate),
+        up: as_bf16(w.up),
+        down: as_bf16(w.down),
+        biases: w.biases,
+        shared: w.shared.map(|s| SharedWeights {
+            gate: as_bf16(s.gate),
+            up: as_bf16(s.up),
+            down: as_bf16(s.down),
+            output_gate: s.output_gate,
+        }),
+    }
+}
+
+fn from_bf16<T: Element>(elements: Vec<bf16>) -> Vec<T> {
+    let any: Box<dyn Any> = Box::new(elements);
+    *any.downcast().expect("a GPU's layer is in bf16")
+}
+
 impl<T> std::fmt::Debug for MoeLayer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("MoeLayer")
@@ -150,6 +243,6 @@ impl<T> std::fmt::Debug for MoeLayer<T> {
 
 impl<T> std::fmt::Debug for Context<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Context").field("shape", self.saved.shape()).finish_non_exhaustive()
+        f.debug_struct("Context").field("shape", self.shape()).finish_non_exhaustive()
     }
 }

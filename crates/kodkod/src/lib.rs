@@ -1,5 +1,9 @@
 //! A deterministic, fused mixture-of-experts (MoE) training layer with expert parallelism.
 
+/// The GPU's side, for callers whose rows are there already.
+pub use kodkod_cuda as cuda;
+
+mod cuda_layer;
 mod group;
 mod layer;
 

@@ -46,6 +46,23 @@ fn sizes() {
 }
 
 #[test]
+fn gpus() {
+    refused(ExpertGroup::cuda(&[]), &["devices is empty", "one GPU"]);
+    refused(ExpertGroup::cuda(&[0, 1]), &["devices is [0, 1]", "not in this version", "cuda_virtual"]);
+    refused(ExpertGroup::cuda_virtual(0, 0), &["ranks is 0", "1 to 8"]);
+    refused(ExpertGroup::cuda_virtual(0, 9), &["ranks is 9", "1 to 8"]);
+    // No machine has so many, and some have no driver: either way it says what works instead.
+    refused(ExpertGroup::cuda(&[1000]), &["--device cpu"]);
+    if let Ok(group) = ExpertGroup::cuda(&[0]) {
+        let knobs = Knobs::for_shape(&shape());
+        refused(MoeLayer::<f32>::new(&group, shape(), knobs), &["precision is f32", "bf16"]);
+        refused(MoeLayer::<bf16>::new(&group, shape(), knobs), &["intermediate is 48", "multiple of 64"]);
+    } else {
+        println!("no GPU here: its layers' refusals were not tried");
+    }
+}
+
+#[test]
 fn groups_and_knobs() {
     refused(ExpertGroup::cpu(0), &["ranks", "0"]);
     refused(ExpertGroup::cpu(usize::MAX), &["ranks"]);
