@@ -1,33 +1,139 @@
 //! Correctness and speed of the kernels on one GPU: against the CPU engine on small shapes, then times on published ones.
 //!
-//!     probe compile [N]        fills the kernel cache; no GPU is needed (or only the N-th part)
-//!     probe check              small shapes against the CPU
-//!     probe time [SHAPE ...]   milliseconds and TFLOP/s
+//!     probe compile [N]           fills the kernel cache; no GPU is needed (or only part N of 16)
+//!     probe check                 small shapes against the CPU, and the same bits over ranks and knobs
+//!     probe stall                 a task that hangs: an error that names the rank, and the next pass works
+//!     probe graph                 a captured pass, replayed with other inputs and routes
+//!     probe trace SHAPE OUT.json  the tasks of one forward and backward, for Perfetto
+//!     probe time [SHAPE ...]      milliseconds and TFLOP/s
 
 use std::error::Error;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use half::bf16;
-use kodkod_core::{Knobs, Routing, Shape, WeightGradients, Weights};
+use kodkod_core::{
+    Activation, Biases, Knobs, Routing, Shape, Shared, SharedWeights, WeightGradients, Weights,
+};
 use kodkod_cpu::{CpuGroup, CpuOptions};
 use kodkod_cuda::driver::{Device, Event};
-use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, jit, new_gradients};
+use kodkod_cuda::{
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, jit, new_gradients, read_gradients,
+};
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
-/// hidden, intermediate, experts, top-k, tokens, minibatch rows, ring rows, saved rows, ranks
-const CHECKS: [([usize; 5], [usize; 3], usize); 10] = [
-    ([128, 128, 4, 2, 100], [1024, 2048, Knobs::ALL], 1),
-    ([256, 192, 8, 2, 300], [1024, 2048, Knobs::ALL], 1),
-    ([512, 320, 8, 3, 777], [1024, 2048, Knobs::ALL], 1),
-    ([512, 320, 8, 3, 777], [128, 128, 0], 1),
-    ([512, 320, 8, 3, 777], [256, 512, 512], 1),
-    ([512, 320, 8, 3, 777], [256, 512, 512], 2),
-    ([512, 320, 8, 3, 777], [1024, 2048, Knobs::ALL], 4),
-    ([2048, 768, 16, 4, 1000], [2048, 4096, Knobs::ALL], 1),
-    ([2880, 1408, 4, 2, 500], [512, 1024, 0], 1),
-    ([64, 64, 16, 1, 40], [128, 128, 0], 1),
-];
+/// minibatch rows, ring rows, saved rows
+type Rows = [usize; 3];
+const PLAIN: Rows = [1024, 2048, Knobs::ALL];
+
+/// A small layer, its tokens, and the ways it is run: all of a check's ways must give the same bits.
+struct Check {
+    name: &'static str,
+    shape: Shape,
+    /// Deviation of x.
+    scale: f32,
+    tokens: usize,
+    routes: &'static [Routes],
+    ways: Vec<(Rows, Vec<usize>)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Routes {
+    /// Distinct experts.
+    Distinct,
+    /// Some -1, some experts twice in a token, some weights 0 or negative; the last expert has no rows.
+    Holes,
+    /// All to expert 1.
+    One,
+    /// All -1.
+    Nowhere,
+}
+
+fn checks() -> Vec<Check> {
+    let even = Routing::even_split;
+    let check = |name, shape, tokens, ways| {
+        let routes = &[Routes::Distinct][..];
+        Check { name, shape, scale: 1.0, tokens, routes, ways }
+    };
+    let plain = |[h, i, e, k, tokens]: [usize; 5], ways: &[(Rows, usize)]| {
+        let ways = ways.iter().map(|&(rows, ranks)| (rows, even(tokens, ranks))).collect();
+        check("plain", Shape::new(h, i, e, k), tokens, ways)
+    };
+    let mut gpt_oss = Shape::new(256, 192, 8, 3);
+    gpt_oss.biases = true;
+    gpt_oss.activation = Activation::SwiGluOai { alpha: 1.702, limit: Some(7.0) };
+    let mut clamp = Shape::new(128, 128, 4, 2);
+    clamp.activation = Activation::SwiGlu { limit: Some(1.2345) };
+    let mut shared = Shape::new(320, 192, 8, 2);
+    shared.shared = Some(Shared { intermediate: 448, output_gate: false });
+    let mut all = Shape::new(192, 320, 8, 3);
+    all.biases = true;
+    all.shared = Some(Shared { intermediate: 128, output_gate: true });
+    use Routes::{Distinct, Holes, Nowhere, One};
+    let every = &[Distinct, Holes, One, Nowhere][..];
+    vec![
+        plain([128, 128, 4, 2, 100], &[(PLAIN, 1)]),
+        plain([256, 192, 8, 2, 300], &[(PLAIN, 1)]),
+        plain(
+            [512, 320, 8, 3, 777],
+            &[(PLAIN, 1), ([128, 128, 0], 1), ([256, 512, 512], 1), ([256, 512, 512], 2), (PLAIN, 4)],
+        ),
+        plain([2048, 768, 16, 4, 1000], &[([2048, 4096, Knobs::ALL], 1)]),
+        plain([2880, 1408, 4, 2, 500], &[([512, 1024, 0], 1)]),
+        plain([64, 64, 16, 1, 40], &[([128, 128, 0], 1)]),
+        plain([128, 128, 16, 10, 64], &[(PLAIN, 1)]),
+        Check {
+            scale: 4.0,
+            routes: &[Distinct, Holes],
+            ..check(
+                "biases, gpt-oss",
+                gpt_oss,
+                300,
+                vec![
+                    (PLAIN, vec![300]),
+                    ([128, 128, 0], vec![300]),
+                    ([256, 512, 256], vec![150, 150]),
+                    ([128, 256, 0], vec![0, 100, 77, 123]),
+                ],
+            )
+        },
+        Check { scale: 3.0, ..check("clamp", clamp, 200, vec![(PLAIN, vec![200])]) },
+        Check {
+            routes: &[Distinct, Holes],
+            ..check(
+                "shared",
+                shared,
+                523,
+                vec![
+                    (PLAIN, vec![523]),
+                    ([256, 256, 0], vec![261, 262]),
+                    ([128, 256, 256], vec![0, 12, 12, 499]),
+                ],
+            )
+        },
+        Check {
+            routes: every,
+            ..check(
+                "biases, shared, output gate",
+                all.clone(),
+                333,
+                vec![
+                    (PLAIN, vec![333]),
+                    ([128, 128, 0], vec![333]),
+                    ([256, 512, 256], vec![1, 332]),
+                    ([128, 128, 0], vec![0, 12, 12, 309]),
+                ],
+            )
+        },
+        check("no tokens", all.clone(), 0, vec![(PLAIN, vec![0]), (PLAIN, vec![0, 0])]),
+        check("one token", all, 1, vec![(PLAIN, vec![1]), (PLAIN, vec![0, 0, 1, 0])]),
+    ]
+}
+
+fn check_knobs([minibatch_rows, ring_rows, saved_rows]: Rows) -> Knobs {
+    Knobs { fwd_comm_sms: 2, bwd_comm_sms: 2, minibatch_rows, ring_rows, saved_rows }
+}
+
 const SHAPES: [(&str, [usize; 4]); 6] = [
     ("olmoe-1b-7b", [2048, 1024, 64, 8]),
     ("qwen3-30b-a3b", [2048, 768, 128, 8]),
@@ -54,18 +160,34 @@ impl Random {
         let mut one = || (self.unit() + self.unit() + self.unit() + self.unit() - 2.0) * 1.732 * deviation;
         (0..n).map(|_| bf16::from_f32(one())).collect()
     }
-    fn routes(&mut self, tokens: usize, experts: usize, top_k: usize) -> (Vec<i32>, Vec<f32>) {
+    fn values(&mut self, n: usize, deviation: f32) -> Vec<f32> {
+        self.rows(n, deviation).into_iter().map(bf16::to_f32).collect()
+    }
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() >> 20) as usize % n
+    }
+    fn routes(&mut self, tokens: usize, experts: usize, top_k: usize, kind: Routes) -> (Vec<i32>, Vec<f32>) {
         let mut ids = Vec::new();
         for _ in 0..tokens {
             let start = ids.len();
             while ids.len() < start + top_k {
-                let id = (self.next() >> 20) as usize % experts;
-                if !ids[start..].contains(&(id as i32)) {
-                    ids.push(id as i32);
+                let id = match kind {
+                    Routes::Distinct => self.below(experts) as i32,
+                    Routes::Holes => self.below(experts) as i32 - 1,
+                    Routes::One => 1,
+                    Routes::Nowhere => -1,
+                };
+                if kind != Routes::Distinct || !ids[start..].contains(&id) {
+                    ids.push(id);
                 }
             }
         }
-        let weights = (0..tokens * top_k).map(|_| self.unit()).collect();
+        let mut weight = || match (kind, self.unit()) {
+            (Routes::Holes, w) if w < 0.1 => 0.0,
+            (Routes::Holes, w) => w - 0.3,
+            (_, w) => w,
+        };
+        let weights = (0..tokens * top_k).map(|_| weight()).collect();
         (ids, weights)
     }
 }
@@ -75,11 +197,31 @@ struct Case {
     x: Vec<bf16>,
     dy: Vec<bf16>,
     w: [Vec<bf16>; 3],
+    biases: Option<[Vec<f32>; 3]>,
+    shared: Option<([Vec<bf16>; 3], Option<Vec<f32>>)>,
     ids: Vec<i32>,
     weights: Vec<f32>,
 }
 
-fn case([h, i, e, k, tokens]: [usize; 5]) -> Case {
+impl Case {
+    fn weights(&self) -> Weights<'_, bf16> {
+        Weights {
+            gate: &self.w[0],
+            up: &self.w[1],
+            down: &self.w[2],
+            biases: self.biases.as_ref().map(|b| Biases { gate: &b[0][..], up: &b[1], down: &b[2] }),
+            shared: self.shared.as_ref().map(|(w, gate)| SharedWeights {
+                gate: &w[0][..],
+                up: &w[1],
+                down: &w[2],
+                output_gate: gate.as_deref(),
+            }),
+        }
+    }
+}
+
+fn case(shape: &Shape, tokens: usize, routes: Routes, scale: f32) -> Case {
+    let (h, i, e) = (shape.hidden, shape.intermediate, shape.experts);
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let (sh, si) = ((h as f32).powf(-0.5), (i as f32).powf(-0.5));
     // Weights are drawn once and repeated over experts with a shift, which is quick.
@@ -88,9 +230,14 @@ fn case([h, i, e, k, tokens]: [usize; 5]) -> Case {
         (0..e).flat_map(|x| one[x * 8..x * 8 + h * i].to_vec()).collect::<Vec<_>>()
     };
     let w = [weight(sh), weight(sh), weight(si)];
-    let (x, dy) = (random.rows(tokens * h, 1.0), random.rows(tokens * h, 1.0));
-    let (ids, weights) = random.routes(tokens, e, k);
-    Case { shape: Shape::new(h, i, e, k), x, dy, w, ids, weights }
+    let biases = shape.biases.then(|| [i, i, h].map(|n| random.values(e * n, 0.5)));
+    let shared = shape.shared.map(|s| {
+        let (n, ss) = (h * s.intermediate, (s.intermediate as f32).powf(-0.5));
+        ([sh, sh, ss].map(|s| random.rows(n, s)), s.output_gate.then(|| random.values(h, sh)))
+    });
+    let (x, dy) = (random.rows(tokens * h, scale), random.rows(tokens * h, 1.0));
+    let (ids, weights) = random.routes(tokens, e, shape.top_k, routes);
+    Case { shape: shape.clone(), x, dy, w, biases, shared, ids, weights }
 }
 
 fn relative(
@@ -124,70 +271,242 @@ struct OnGpu {
 fn on_gpu(device: &std::sync::Arc<Device>, c: &Case, knobs: &Knobs, split: &[usize]) -> Outcome<OnGpu> {
     let gradients = new_gradients(&c.shape)?;
     let layer = CudaLayer::new(device, &c.shape, knobs, split)?;
-    for b in [&gradients.gate, &gradients.up, &gradients.down] {
-        b.fill(0xff, layer.stream())?;
-    }
-    let w = Weights { gate: &c.w[0][..], up: &c.w[1], down: &c.w[2], biases: None, shared: None };
     Ok(OnGpu {
         step: DeviceStep::new(&c.shape, &c.x, &c.dy, &c.ids, &c.weights)?,
-        weights: DeviceWeights::from_host(&w)?,
+        weights: DeviceWeights::from_host(&c.weights())?,
         gradients,
         layer,
     })
 }
 
+impl OnGpu {
+    /// Everything that a forward and a backward leave, with its names; buffers hold NaN before.
+    fn outcome(&self, run: impl Fn() -> Outcome) -> Outcome<Vec<(&'static str, Vec<f32>)>> {
+        let stream = self.layer.stream();
+        self.layer.poison()?;
+        for rows in [&self.step.y, &self.step.dx] {
+            rows.fill(0xff, stream)?;
+        }
+        self.step.d_topk_weights.fill(0xff, stream)?;
+        let g = &self.gradients;
+        let biases = g.biases.iter().flat_map(|b| [&b.gate, &b.up, &b.down]);
+        let shared =
+            g.shared.iter().flat_map(|s| [&s.gate, &s.up, &s.down].into_iter().chain(&s.output_gate));
+        for values in [&g.gate, &g.up, &g.down].into_iter().chain(biases).chain(shared) {
+            values.fill(0xff, stream)?;
+        }
+        run()?;
+        self.read()
+    }
+
+    fn read(&self) -> Outcome<Vec<(&'static str, Vec<f32>)>> {
+        let floats = |v: Vec<bf16>| v.into_iter().map(bf16::to_f32).collect::<Vec<_>>();
+        let mut all = vec![
+            ("y", floats(self.step.y.read()?)),
+            ("dx", floats(self.step.dx.read()?)),
+            ("d_w", self.step.d_topk_weights.read()?),
+        ];
+        let gradients = read_gradients(&self.gradients)?;
+        all.extend(gradients.named().into_iter().map(|(name, v)| (name, v.to_vec())));
+        Ok(all)
+    }
+
+    fn passes(&self, accumulate: bool) -> Outcome {
+        self.layer.forward(&self.step, &self.weights)?;
+        self.layer.backward(&self.step, &self.weights, &self.gradients, accumulate)?;
+        Ok(self.layer.finish()?)
+    }
+}
+
+fn hash(all: &[(&'static str, Vec<f32>)]) -> u64 {
+    all.iter()
+        .flat_map(|(_, v)| v)
+        .fold(0xcbf2_9ce4_8422_2325_u64, |h, v| (h ^ u64::from(v.to_bits())).wrapping_mul(0x100_0000_01b3))
+}
+
+/// What the CPU computes, and each gradient's experts without rows.
+fn on_cpu(c: &Case, tokens: usize) -> Outcome<Vec<(&'static str, Vec<f32>)>> {
+    let cpu = CpuGroup::new(CpuOptions::default())?;
+    let routing = Routing::new(&c.shape, &c.ids, &c.weights, &[tokens])?;
+    let w = c.weights();
+    let (y, saved) = cpu.forward(&c.shape, &Knobs::for_shape(&c.shape), &c.x, &routing, &w)?;
+    let mut g = WeightGradients::zeros(&c.shape);
+    let (dx, d_w) = cpu.backward(&saved, &c.dy, &c.x, &w, g.as_mut(), false)?;
+    let floats = |v: Vec<bf16>| v.into_iter().map(bf16::to_f32).collect::<Vec<_>>();
+    let mut all = vec![("y", floats(y)), ("dx", floats(dx)), ("d_w", d_w)];
+    all.extend(g.named().into_iter().map(|(name, v)| (name, v.to_vec())));
+    Ok(all)
+}
+
 fn check() -> Outcome {
     let device = Device::new(0)?;
-    let mut bits: Vec<([usize; 5], u64)> = Vec::new();
-    for (dims, [minibatch, ring, saved], ranks) in CHECKS {
-        let c = case(dims);
-        let knobs = Knobs {
-            fwd_comm_sms: 2,
-            bwd_comm_sms: 2,
-            minibatch_rows: minibatch,
-            ring_rows: ring,
-            saved_rows: saved,
-        };
-        let split = Routing::even_split(dims[4], ranks);
+    let (mut bad, mut runs) = (0, 0);
+    for check in checks() {
+        for &routes in check.routes {
+            let c = case(&check.shape, check.tokens, routes, check.scale);
+            let reference = on_cpu(&c, check.tokens)?;
+            let mut bits = None;
+            let s = &check.shape;
+            println!(
+                "{} {}x{} experts {} top-k {} tokens {} routes {routes:?}",
+                check.name, s.hidden, s.intermediate, s.experts, s.top_k, check.tokens
+            );
+            for (rows, split) in &check.ways {
+                let gpu = on_gpu(&device, &c, &check_knobs(*rows), split)?;
+                let ours = gpu.outcome(|| gpu.passes(false))?;
+                let compared: Vec<_> = ours
+                    .iter()
+                    .zip(&reference)
+                    .map(|(a, b)| relative(a.0, a.1.iter().copied(), b.1.iter().copied()))
+                    .collect();
+                // Where no token went, a gradient is exactly 0.
+                let unused = |e: usize| !c.ids.contains(&(e as i32));
+                let not_zero = ours
+                    .iter()
+                    .filter(|o| o.0.starts_with("dw_") || o.0.starts_with("db_"))
+                    .filter(|o| {
+                        let len = o.1.len() / s.experts;
+                        (0..s.experts).any(|e| unused(e) && o.1[e * len..][..len].iter().any(|&v| v != 0.0))
+                    })
+                    .count();
+                let ours_hash = hash(&ours);
+                let mut same = *bits.get_or_insert(ours_hash) == ours_hash;
+                for _ in 0..3 {
+                    same &= hash(&gpu.outcome(|| gpu.passes(false))?) == ours_hash;
+                }
+                gpu.passes(true)?;
+                let twice = gpu.read()?;
+                let adds = twice
+                    .iter()
+                    .zip(&reference)
+                    .skip(3)
+                    .all(|(a, b)| relative(a.0, a.1.iter().copied(), b.1.iter().map(|v| 2.0 * v)).1);
+                let good = compared.iter().all(|r| r.1) && not_zero == 0 && same && adds;
+                bad += usize::from(!good);
+                runs += 1;
+                let text = compared.into_iter().map(|r| r.0).collect::<Vec<_>>().join(", ");
+                println!(
+                    "  {} rows {rows:?} split {split:?} bits {ours_hash:016x} {}{}{}: {text}",
+                    if good { "ok  " } else { "MISS" },
+                    if same { "same" } else { "OTHER BITS" },
+                    if adds { "" } else { ", ACCUMULATES WRONG" },
+                    if not_zero == 0 { "" } else { ", NOT ZERO WITHOUT ROWS" },
+                );
+            }
+        }
+    }
+    println!("{runs} runs, {bad} wrong");
+    if bad == 0 { Ok(()) } else { Err(format!("{bad} of {runs} runs are wrong").into()) }
+}
+
+/// The check that has everything, and its way over two ranks.
+fn everything() -> (Case, Knobs, Vec<usize>) {
+    let check = checks().into_iter().find(|c| c.name.contains("output gate")).expect("there is one");
+    let (rows, split) = check.ways[2].clone();
+    (case(&check.shape, check.tokens, Routes::Distinct, 1.0), check_knobs(rows), split)
+}
+
+fn stall() -> Outcome {
+    let device = Device::new(0)?;
+    let (c, knobs, split) = everything();
+    let mut gpu = on_gpu(&device, &c, &knobs, &split)?;
+    let before = hash(&gpu.outcome(|| gpu.passes(false))?);
+    gpu.layer.set_wait_limit(Duration::from_millis(500));
+    // GateUp and Down of a forward; DHidden and DInput of a backward.
+    for (pass, kind) in [(0, 2), (0, 3), (1, 4), (1, 5)] {
+        for rank in 0..split.len() {
+            gpu.layer.set_hang(Some(Hang { pass, rank, kind, block: 0, tile: 0 }));
+            let start = Instant::now();
+            let error = match gpu.passes(false) {
+                Ok(()) => return Err("a task that hangs went unnoticed".into()),
+                Err(e) => e.to_string(),
+            };
+            let took = start.elapsed();
+            println!("{} ms: {error}", took.as_millis());
+            if took > Duration::from_secs(3) || !error.contains(&format!("rank {rank} has pushed")) {
+                return Err("not within the limit, or the rank is not named".into());
+            }
+            gpu.layer.set_hang(None);
+            let after = hash(&gpu.outcome(|| gpu.passes(false))?);
+            println!("  a pass after it: {}", if after == before { "same bits" } else { "OTHER BITS" });
+            if after != before {
+                return Err("other bits after a stall".into());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn graph() -> Outcome {
+    let device = Device::new(0)?;
+    let (c, knobs, two) = everything();
+    let tokens = two.iter().sum();
+    for split in [vec![tokens], two] {
         let gpu = on_gpu(&device, &c, &knobs, &split)?;
-        gpu.layer.forward(&gpu.step, &gpu.weights)?;
-        gpu.layer.finish()?;
-        println!("{dims:?} knobs {minibatch} {ring} {saved} ranks {ranks}: forward ran");
-        gpu.layer.backward(&gpu.step, &gpu.weights, &gpu.gradients, false)?;
-        gpu.layer.finish()?;
+        let replay = gpu.layer.capture(&gpu.step, &gpu.weights, Some(&gpu.gradients))?;
+        for routes in [Routes::Distinct, Routes::Holes, Routes::One, Routes::Nowhere, Routes::Distinct] {
+            let other = case(&c.shape, tokens, routes, 0.5);
+            gpu.step.x.write(&other.x)?;
+            gpu.step.dy.write(&other.dy)?;
+            gpu.step.ids.write(&other.ids)?;
+            gpu.step.topk_weights.write(&other.weights)?;
+            device.synchronize()?;
+            let direct = hash(&gpu.outcome(|| gpu.passes(false))?);
+            let replayed = hash(&gpu.outcome(|| {
+                replay.launch()?;
+                Ok(gpu.layer.finish()?)
+            })?);
+            println!("split {split:?} {routes:?}: direct {direct:016x} replayed {replayed:016x}");
+            if direct != replayed {
+                return Err("a replay has other bits".into());
+            }
+        }
+    }
+    Ok(())
+}
 
-        let cpu = CpuGroup::new(CpuOptions::default())?;
-        let routing = Routing::new(&c.shape, &c.ids, &c.weights, &[dims[4]])?;
-        let w = Weights { gate: &c.w[0][..], up: &c.w[1], down: &c.w[2], biases: None, shared: None };
-        let (y, saved) = cpu.forward(&c.shape, &Knobs::for_shape(&c.shape), &c.x, &routing, &w)?;
-        let mut g = WeightGradients::zeros(&c.shape);
-        let (dx, d_w) = cpu.backward(&saved, &c.dy, &c.x, &w, g.as_mut(), false)?;
-
-        let f = |v: Vec<bf16>| v.into_iter().map(bf16::to_f32).collect::<Vec<_>>();
-        let ours = [
-            f(gpu.step.y.read()?),
-            f(gpu.step.dx.read()?),
-            gpu.step.d_topk_weights.read()?,
-            gpu.gradients.gate.read()?,
-            gpu.gradients.up.read()?,
-            gpu.gradients.down.read()?,
-        ];
-        let reference = [f(y), f(dx), d_w, g.gate, g.up, g.down];
-        let names = ["y", "dx", "d_w", "dw_gate", "dw_up", "dw_down"];
-        let rows: Vec<_> = (0..6)
-            .map(|i| relative(names[i], ours[i].iter().copied(), reference[i].iter().copied()))
-            .collect();
-        let good = rows.iter().all(|r| r.1);
-        let text = rows.into_iter().map(|r| r.0).collect::<Vec<_>>().join(", ");
-        let hash = ours.iter().flatten().fold(0xcbf2_9ce4_8422_2325_u64, |h, v| {
-            (h ^ u64::from(v.to_bits())).wrapping_mul(0x100_0000_01b3)
-        });
-        let same = bits.iter().find(|b| b.0 == dims).is_none_or(|b| b.1 == hash);
-        bits.push((dims, hash));
+fn trace(name: &str, out: &str) -> Outcome {
+    let device = Device::new(0)?;
+    let (_, [h, i, e, k]) = SHAPES.into_iter().find(|s| s.0 == name).ok_or("no such shape")?;
+    let (shape, tokens) = (Shape::new(h, i, e, k), 8192);
+    let c = case(&shape, tokens, Routes::Distinct, 1.0);
+    let mut gpu = on_gpu(&device, &c, &time_knobs(&shape), &[tokens])?;
+    gpu.layer = CudaLayer::traced(&device, &shape, &time_knobs(&shape), &[tokens])?;
+    for _ in 0..3 {
+        gpu.layer.clear_stamps()?;
+        gpu.passes(false)?;
+    }
+    let stamps = gpu.layer.stamps()?;
+    let start = stamps.iter().map(|s| s.begin).min().unwrap_or(0);
+    let us = |t: u64| (t - start) as f64 / 1e3;
+    let events: Vec<_> = stamps
+        .iter()
+        .map(|s| {
+            format!(
+                r#"{{"name":"{}","ph":"X","pid":{},"tid":{},"ts":{:.3},"dur":{:.3},"args":{{"place":[{},{}],"cta":{}}}}}"#,
+                s.kind,
+                s.rank,
+                s.sm,
+                us(s.begin),
+                us(s.end) - us(s.begin),
+                s.place[0],
+                s.place[1],
+                s.cta
+            )
+        })
+        .collect();
+    std::fs::write(out, format!("{{\"traceEvents\":[\n{}\n]}}\n", events.join(",\n")))?;
+    let mut kinds: Vec<_> = stamps.iter().map(|s| s.kind).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    for kind in kinds {
+        let of: Vec<_> = stamps.iter().filter(|s| s.kind == kind).collect();
+        let sum: f64 = of.iter().map(|s| us(s.end) - us(s.begin)).sum();
         println!(
-            "  {} bits {hash:016x} {}: {text}",
-            if good { "ok  " } else { "MISS" },
-            if same { "same" } else { "OTHER BITS" }
+            "{kind}: {} tasks, {:.1} us each, {:.1} ms in all",
+            of.len(),
+            sum / of.len() as f64,
+            sum / 1e3
         );
     }
     Ok(())
@@ -208,7 +527,7 @@ fn time(names: &[String]) -> Outcome {
         if !names.is_empty() && !names.iter().any(|n| n == name) {
             continue;
         }
-        let c = case([h, i, e, k, tokens]);
+        let c = case(&Shape::new(h, i, e, k), tokens, Routes::Distinct, 1.0);
         let start = Instant::now();
         let gpu = on_gpu(&device, &c, &time_knobs(&c.shape), &[tokens])?;
         let setup = start.elapsed();
@@ -246,27 +565,26 @@ fn time(names: &[String]) -> Outcome {
     Ok(())
 }
 
+/// Parts of `probe compile`.
+const SHARDS: usize = 16;
+
 fn compile(shard: Option<usize>) -> Outcome {
-    let mut all: Vec<(Shape, Knobs, Vec<usize>)> = CHECKS
-        .iter()
-        .map(|&(d, [minibatch, ring, saved], ranks)| {
-            let knobs = Knobs {
-                fwd_comm_sms: 2,
-                bwd_comm_sms: 2,
-                minibatch_rows: minibatch,
-                ring_rows: ring,
-                saved_rows: saved,
-            };
-            (Shape::new(d[0], d[1], d[2], d[3]), knobs, Routing::even_split(d[4], ranks))
-        })
-        .collect();
+    let mut all: Vec<(Shape, Knobs, Vec<usize>)> = Vec::new();
+    for check in checks() {
+        let ways =
+            check.ways.iter().map(|(rows, split)| (check.shape.clone(), check_knobs(*rows), split.clone()));
+        all.extend(ways);
+    }
+    // What `probe graph` adds.
+    let (c, knobs, split) = everything();
+    all.push((c.shape, knobs, vec![split.iter().sum()]));
     all.extend(SHAPES.iter().map(|&(_, [h, i, e, k])| {
         let shape = Shape::new(h, i, e, k);
         let knobs = time_knobs(&shape);
         (shape, knobs, vec![8192])
     }));
     for (index, (shape, knobs, tokens)) in all.into_iter().enumerate() {
-        if shard.is_some_and(|s| s != index) {
+        if shard.is_some_and(|s| s != index % SHARDS) {
             continue;
         }
         let defines = CudaLayer::defines(&shape, &knobs, &tokens)?;
@@ -286,6 +604,9 @@ fn main() -> Outcome {
         Some("compile") => compile(arguments.get(1).map(|n| n.parse()).transpose()?),
         Some("check") => check(),
         Some("time") => time(&arguments[1..]),
-        _ => Err("compile, check or time".into()),
+        Some("stall") => stall(),
+        Some("graph") => graph(),
+        Some("trace") if arguments.len() == 3 => trace(&arguments[1], &arguments[2]),
+        _ => Err("compile [N], check, stall, graph, trace SHAPE OUT.json, or time [SHAPE ...]".into()),
     }
 }

@@ -470,6 +470,19 @@ impl CudaLayer {
         Ok(Replay { graph: graph?, layer: self, _buffers: PhantomData })
     }
 
+    /// A test hook: fills all that passes leave in the layer's buffers with 0xff bytes (NaN).
+    pub fn poison(&self) -> Result<()> {
+        for m in &self.ranks {
+            for rows in [&m.x, &m.g, &m.u, &m.h, &m.dy, &m.dg, &m.du, &m.combine] {
+                rows.fill(0xff, &self.stream)?;
+            }
+            for values in [&m.d_w_parts, &m.d_w, &m.output_gates] {
+                values.fill(0xff, &self.stream)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Forgets the stamps of the passes so far.
     pub fn clear_stamps(&self) -> Result<()> {
         match &self.trace {
