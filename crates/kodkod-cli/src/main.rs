@@ -39,6 +39,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    end_on_closed_pipe();
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
         Command::Bench(args) => bench::run(args),
@@ -51,3 +52,19 @@ fn main() -> ExitCode {
         ExitCode::from(2)
     })
 }
+
+/// A reader that leaves early (`| head`) ends the command without a word, as it does with others.
+#[cfg(unix)]
+fn end_on_closed_pipe() {
+    use std::ffi::c_int;
+    unsafe extern "C" {
+        fn signal(signal: c_int, handler: usize) -> usize;
+    }
+    const SIGPIPE: c_int = 13;
+    const DEFAULT: usize = 0;
+    // SAFETY: sets a signal back to its default before any thread is started.
+    unsafe { signal(SIGPIPE, DEFAULT) };
+}
+
+#[cfg(not(unix))]
+fn end_on_closed_pipe() {}

@@ -192,7 +192,7 @@ fn bad_input_names_the_option_the_value_and_what_is_allowed() {
         ("--experts 0", &["--experts is 0", "1 to 4096"]),
         ("--top-k 5", &["--top-k is 5", "1 to 4"]),
         ("--learning-rate nan", &["--learning-rate is NaN"]),
-        ("--stop-at 800", &["--stop-at is 800", "1 to --steps (750)"]),
+        ("--stop-at 800", &["--stop-at is 800", "1 to --steps (650)"]),
         ("--checkpoint-every 0", &["--checkpoint-every is 0"]),
         ("--minibatch-rows 100", &["minibatch_rows is 100", "128"]),
         ("--out text.txt", &["--out text.txt", "folder"]),
