@@ -1,9 +1,10 @@
 //! `kodkod bench`: milliseconds and TFLOP/s of the layer, beside the rate of one dense GEMM in the same run.
 //!
 //! FLOPs: 6 * hidden * intermediate a route in a forward (padding not counted), twice as many in a backward; a dense
-//! GEMM of size N takes 2 N^3. Each repeat times the dense GEMM, the forward and the backward in turn, so that a
+//! GEMM of size N takes 2 N^3. On a GPU everything is there before the clock, the GPU's own, runs: see [`cuda`]. Each repeat times the dense GEMM, the forward and the backward in turn, so that a
 //! machine whose speed drifts slows all of them; medians are reported.
 
+mod cuda;
 mod memory;
 
 use std::process::ExitCode;
@@ -18,20 +19,21 @@ use kodkod::{Element, ExpertGroup, Isa, Knobs, MoeLayer, Routing, Shape, WeightG
 use serde::Serialize;
 
 use crate::inputs::random_step;
-use crate::options::{CpuRunOptions, KnobOptions};
+use crate::options::{Device, KnobOptions, MachineOptions};
 use crate::shapes::NamedShape;
 use crate::step::Step;
 
 /// Options of `kodkod bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Shapes: published names, or HIDDENxINTERMEDIATExEXPERTSxTOP_K [default: 1024x512x32x4,olmoe-1b-7b]
+    /// Shapes: published names, or HIDDENxINTERMEDIATExEXPERTSxTOP_K [default: 1024x512x32x4,olmoe-1b-7b;
+    /// on a GPU olmoe-1b-7b, qwen3-30b-a3b, qwen3-235b-a22b, kimi-slice, deepseek-v3-slice, mixtral-8x7b]
     #[arg(long, value_name = "SHAPES", value_delimiter = ',')]
     shape: Vec<NamedShape>,
-    /// Tokens of each rank [default: 512]
+    /// Tokens of each rank [default: 512; 8192 on a GPU]
     #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
     tokens: Vec<usize>,
-    /// Numbers of ranks [default: 1,2,4]
+    /// Numbers of ranks [default: 1,2,4; 1 on a GPU]
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     ranks: Vec<usize>,
     /// What to report
@@ -40,13 +42,16 @@ pub(crate) struct Args {
     /// What rows and weights are stored in
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     precision: Storage,
-    /// Timed repeats of each measurement; the median counts
-    #[arg(long, value_name = "N", default_value_t = 5)]
-    repeat: usize,
-    /// Repeats before the timed ones
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    warmup: usize,
-    /// Rows, columns and depth of the dense GEMM
+    /// Timed repeats of each measurement; the median counts [default: 5; 20 on a GPU]
+    #[arg(long, value_name = "N")]
+    repeat: Option<usize>,
+    /// Repeats before the timed ones [default: 1; 3 on a GPU]
+    #[arg(long, value_name = "N")]
+    warmup: Option<usize>,
+    /// The dense rate to compare with, on a GPU: kodkod has no dense GEMM there
+    #[arg(long, value_name = "TFLOPS")]
+    dense_tflops: Option<f64>,
+    /// Rows, columns and depth of the CPU's dense GEMM
     #[arg(long, value_name = "N", default_value_t = 2048)]
     dense_size: usize,
     /// Measure no time but the peak of symmetric memory over growing token counts
@@ -58,7 +63,7 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    cpu: CpuRunOptions,
+    machine: MachineOptions,
     #[command(flatten)]
     knobs: KnobOptions,
 }
@@ -90,7 +95,7 @@ enum Storage {
 /// One measurement, as it is printed.
 #[derive(Debug, Serialize)]
 struct Row {
-    device: &'static str,
+    device: String,
     ranks: usize,
     shape: String,
     tokens_per_rank: usize,
@@ -98,19 +103,27 @@ struct Row {
     /// Median of the repeats.
     ms: f64,
     tflops: f64,
-    dense_tflops: f64,
-    fraction_of_dense: f64,
+    /// None on a GPU, unless it was given.
+    dense_tflops: Option<f64>,
+    fraction_of_dense: Option<f64>,
     precision: Storage,
-    isa: String,
+    /// None on a GPU.
+    isa: Option<String>,
     threads: usize,
     repeat: usize,
     minibatch_rows: usize,
     ring_rows: usize,
     /// None: all.
     saved_rows: Option<usize>,
-    /// Most symmetric memory held at once, over all ranks.
-    peak_memory_bytes: usize,
+    /// Most symmetric memory held at once, over all ranks; None on a GPU.
+    peak_memory_bytes: Option<usize>,
+    /// Of the forward's time, the schedule alone; None on the CPU.
+    schedule_ms: Option<f64>,
 }
+
+/// What is timed on a GPU.
+const GPU_SHAPES: &str =
+    "olmoe-1b-7b,qwen3-30b-a3b,qwen3-235b-a22b,kimi-slice,deepseek-v3-slice,mixtral-8x7b";
 
 /// Runs it.
 pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
@@ -119,9 +132,11 @@ pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
             list.extend(values);
         }
     };
-    let (shapes, tokens, ranks): (_, &[usize], &[usize]) = match args.memory {
-        true => ("512x256x8x4", &[256, 512, 1024, 2048], &[2]),
-        false => ("1024x512x32x4,olmoe-1b-7b", &[512], &[1, 2, 4]),
+    let on_gpu = args.machine.device != Device::Cpu;
+    let (shapes, tokens, ranks): (_, &[usize], &[usize]) = match (args.memory, on_gpu) {
+        (true, _) => ("512x256x8x4", &[256, 512, 1024, 2048], &[2]),
+        (false, false) => ("1024x512x32x4,olmoe-1b-7b", &[512], &[1, 2, 4]),
+        (false, true) => (GPU_SHAPES, &[8192], &[1]),
     };
     default(&mut args.tokens, tokens);
     default(&mut args.ranks, ranks);
@@ -134,6 +149,9 @@ pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
         args.knobs.minibatch_rows = args.knobs.minibatch_rows.or(Some(kodkod::ROW_BLOCK));
     }
     args.check()?;
+    if on_gpu {
+        return cuda::measure_all(&args);
+    }
     match (args.memory, args.precision) {
         (true, Storage::Bf16) => memory::measure::<bf16>(&args),
         (true, Storage::F32) => memory::measure::<f32>(&args),
@@ -145,10 +163,21 @@ pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
 impl Args {
     /// Everything that can be wrong, before anything is measured.
     fn check(&self) -> anyhow::Result<()> {
-        for (name, value) in [("--repeat", self.repeat), ("--dense-size", self.dense_size)] {
+        for (name, value) in [("--repeat", self.repeat()), ("--dense-size", self.dense_size)] {
             if value == 0 || value > 1 << 14 {
                 bail!("{name} {value}: 1 to {} are allowed", 1 << 14);
             }
+        }
+        match (self.machine.device, self.dense_tflops) {
+            (Device::Cpu, Some(_)) => bail!("--dense-tflops is for a GPU: the CPU's rate is measured"),
+            (Device::Cuda(_), _) if self.memory => bail!("--memory is for --device cpu"),
+            (Device::Cuda(_), _) if self.precision == Storage::F32 => {
+                bail!("--precision f32: a GPU computes in bf16; for f32 there is --device cpu")
+            }
+            (_, Some(rate)) if rate.is_nan() || rate <= 0.0 => {
+                bail!("--dense-tflops {rate}: a positive number is needed")
+            }
+            _ => {}
         }
         let most_ranks = self.ranks.iter().max().copied().unwrap_or(1);
         for &tokens in &self.tokens {
@@ -160,14 +189,14 @@ impl Args {
             }
         }
         for &ranks in &self.ranks {
-            self.cpu.group(ranks)?;
+            self.machine.group(ranks)?;
             for named in &self.shape {
                 experts_per_rank(&named.shape, ranks)
                     .map_err(|e| anyhow::anyhow!("--ranks, shape {}: {e}", named.name))?;
             }
         }
         for named in &self.shape {
-            self.knobs.knobs(&named.shape).validate()?;
+            self.machine.knobs(&self.knobs, &named.shape).validate()?;
             let needed = self.bytes(&named.shape);
             if let Some(available) = crate::doctor::available_memory()
                 && needed > available
@@ -182,6 +211,14 @@ impl Args {
             }
         }
         Ok(())
+    }
+
+    fn repeat(&self) -> usize {
+        self.repeat.unwrap_or(if self.machine.device == Device::Cpu { 5 } else { 20 })
+    }
+
+    fn warmup(&self) -> usize {
+        self.warmup.unwrap_or(if self.machine.device == Device::Cpu { 1 } else { 3 })
     }
 
     fn backward(&self) -> bool {
@@ -204,7 +241,7 @@ fn measure_all<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
     let bar = progress(args.shape.len() * args.tokens.len() * args.ranks.len());
     let mut rows = Vec::new();
     for named in &args.shape {
-        let knobs = args.knobs.knobs(&named.shape);
+        let knobs = args.machine.knobs(&args.knobs, &named.shape);
         bar.set_message(format!("{}: making weights", named.name));
         let most = |list: &[usize]| list.iter().max().copied().unwrap_or(0);
         let step: Step<T> =
@@ -213,7 +250,7 @@ fn measure_all<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
         for &tokens in &args.tokens {
             for &ranks in &args.ranks {
                 bar.set_message(format!("{}, {tokens} tokens on each of {ranks} ranks", named.name));
-                let group = args.cpu.group(ranks)?;
+                let group = args.machine.group(ranks)?;
                 let times = measure(args, &group, knobs, &step, tokens, gradients.as_mut())?;
                 for &pass in &args.pass {
                     let row = row(args, &group, &knobs, named, tokens, pass, &times);
@@ -229,13 +266,13 @@ fn measure_all<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
     }
     bar.finish_and_clear();
     if !args.json {
-        let group = args.cpu.group(1)?;
+        let group = args.machine.group(1)?;
         println!(
             "cpu, {} threads, {}, {}; medians of {} repeats; dense: {n} x {n} x {n}",
             group.threads(),
-            group.isa(),
+            group.isa().map_or_else(String::new, |isa| isa.to_string()),
             rows.first().map_or("", |r| r.precision.name()),
-            args.repeat,
+            args.repeat(),
             n = args.dense_size
         );
         println!("{}", table(&rows));
@@ -266,9 +303,9 @@ fn measure<T: Element>(
     let routing = Routing::new(shape, ids, topk_weights, &vec![tokens_per_rank; group.ranks()])?;
     let weights = step.weights.as_ref();
     let x = &step.x[..tokens * shape.hidden];
-    let mut dense = Dense::<T>::new(group.isa(), group.threads(), args.dense_size);
+    let mut dense = Dense::<T>::new(group.isa().unwrap_or_else(Isa::best), group.threads(), args.dense_size);
     let mut times = Times { dense: vec![], forward: vec![], backward: vec![], routes: routing.routes() };
-    for repeat in 0..args.warmup + args.repeat {
+    for repeat in 0..args.warmup() + args.repeat() {
         let dense_time = dense.seconds();
         let start = Instant::now();
         let (_, context) = layer.forward(x, &routing, &weights)?;
@@ -279,7 +316,7 @@ fn measure<T: Element>(
             layer.backward(&context, dy, x, &routing, &weights, gradients.as_mut(), false)?;
         }
         let backward_time = start.elapsed().as_secs_f64();
-        if repeat >= args.warmup {
+        if repeat >= args.warmup() {
             times.dense.push(dense_time);
             times.forward.push(forward_time);
             times.backward.push(backward_time);
@@ -306,23 +343,24 @@ fn row(
     let tflops = passes * forward_flops / seconds / 1e12;
     let dense_tflops = 2.0 * (args.dense_size as f64).powi(3) / median(times.dense.clone()) / 1e12;
     Row {
-        device: "cpu",
+        device: args.machine.device.to_string(),
         ranks: group.ranks(),
         shape: named.name.clone(),
         tokens_per_rank,
         pass,
         ms: seconds * 1e3,
         tflops,
-        dense_tflops,
-        fraction_of_dense: tflops / dense_tflops,
+        dense_tflops: Some(dense_tflops),
+        fraction_of_dense: Some(tflops / dense_tflops),
         precision: args.precision,
-        isa: group.isa().to_string(),
+        isa: group.isa().map(|isa| isa.to_string()),
         threads: group.threads(),
-        repeat: args.repeat,
+        repeat: args.repeat(),
         minibatch_rows: knobs.minibatch_rows,
         ring_rows: knobs.ring_rows,
         saved_rows: Some(knobs.saved_rows).filter(|&rows| rows != Knobs::ALL),
-        peak_memory_bytes: group.memory().1,
+        peak_memory_bytes: Some(group.memory().1),
+        schedule_ms: None,
     }
 }
 
@@ -373,6 +411,7 @@ fn table(rows: &[Row]) -> Table {
         "of dense",
         "peak memory MB",
     ]);
+    let or_dash = |value: Option<f64>, digits: usize| value.map_or("-".into(), |v| format!("{v:.digits$}"));
     for r in rows {
         table.add_row([
             r.shape.clone(),
@@ -381,9 +420,9 @@ fn table(rows: &[Row]) -> Table {
             r.pass.name(),
             format!("{:.2}", r.ms),
             format!("{:.4}", r.tflops),
-            format!("{:.4}", r.dense_tflops),
-            format!("{:.2}", r.fraction_of_dense),
-            format!("{:.1}", r.peak_memory_bytes as f64 / 1e6),
+            or_dash(r.dense_tflops, 4),
+            or_dash(r.fraction_of_dense, 2),
+            or_dash(r.peak_memory_bytes.map(|bytes| bytes as f64 / 1e6), 1),
         ]);
     }
     right_align(&mut table, 1);

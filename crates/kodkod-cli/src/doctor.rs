@@ -2,12 +2,13 @@
 
 use std::process::ExitCode;
 
+use kodkod::cuda::{self, driver, jit};
 use kodkod::{CpuOptions, Element, ExpertGroup, Isa, Knobs, ROW_BLOCK, Shape, Shared, bf16};
 use serde::Serialize;
 
 use crate::bench::Dense;
 use crate::inputs::random_step;
-use crate::options::CpuRunOptions;
+use crate::options::{Device, MachineOptions};
 use crate::step::Step;
 
 /// Options of `kodkod doctor`.
@@ -17,7 +18,7 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    cpu: CpuRunOptions,
+    machine: MachineOptions,
 }
 
 #[derive(Debug, Serialize)]
@@ -28,12 +29,76 @@ struct Report {
     memory_bytes: Option<u64>,
     available_memory_bytes: Option<u64>,
     instruction_sets: Vec<Level>,
-    device: &'static str,
+    device: String,
     threads: usize,
     isa: String,
-    cuda: &'static str,
+    cuda: Cuda,
     self_test: Vec<Check>,
     ok: bool,
+}
+
+/// What there is for `--device cuda`.
+#[derive(Debug, Serialize)]
+struct Cuda {
+    driver: bool,
+    gpus: Vec<Gpu>,
+    /// The first GPU that cannot be used, and why; or why there is none.
+    error: Option<String>,
+    /// The compiler's library; None where there is none, and `nvrtc_error` says where it was looked for.
+    nvrtc: Option<std::path::PathBuf>,
+    nvrtc_error: Option<String>,
+    cache: std::path::PathBuf,
+}
+
+#[derive(Debug, Serialize)]
+struct Gpu {
+    ordinal: usize,
+    name: String,
+    sms: u32,
+    capability: String,
+}
+
+impl Cuda {
+    fn look() -> Self {
+        let (mut gpus, mut error, mut driver) = (Vec::new(), None, true);
+        loop {
+            match driver::Device::new(gpus.len()) {
+                Ok(gpu) => gpus.push(Gpu {
+                    ordinal: gpus.len(),
+                    name: gpu.name().to_owned(),
+                    sms: gpu.sms(),
+                    capability: format!("{}.{}", gpu.capability().0, gpu.capability().1),
+                }),
+                Err(cuda::Error::NoDevice { .. }) if !gpus.is_empty() => break,
+                Err(e) => {
+                    driver = !matches!(e, cuda::Error::NoDriver);
+                    error = Some(e.to_string());
+                    break;
+                }
+            }
+        }
+        let (nvrtc, nvrtc_error) = match jit::nvrtc() {
+            Ok(path) => (Some(path), None),
+            Err(e) => (None, Some(e.to_string())),
+        };
+        Cuda { driver, gpus, error, nvrtc, nvrtc_error, cache: jit::cache_dir() }
+    }
+
+    fn print(&self) {
+        println!("  CUDA driver        {}", if self.driver { "found" } else { "not found" });
+        for gpu in &self.gpus {
+            println!(
+                "  GPU {}              {}, {} SMs, compute capability {}",
+                gpu.ordinal, gpu.name, gpu.sms, gpu.capability
+            );
+        }
+        self.error.iter().for_each(|error| println!("                     {error}"));
+        match &self.nvrtc {
+            Some(path) => println!("  NVRTC              {}", path.display()),
+            None => println!("  NVRTC              {}", self.nvrtc_error.as_deref().unwrap_or("not found")),
+        }
+        println!("  kernel cache       {}", self.cache.display());
+    }
 }
 
 /// An instruction set and the rate of its bf16 GEMM on all threads.
@@ -53,19 +118,19 @@ struct Check {
 
 /// Runs it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let group = args.cpu.group(1)?;
-    let self_test = self_test(&args.cpu)?;
+    let cpu = MachineOptions { device: Device::Cpu, ..args.machine.clone() }.group(1)?;
+    let self_test = self_test(&args.machine)?;
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
         cpu: cpu_model().unwrap_or_else(|| format!("unknown ({})", std::env::consts::ARCH)),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         memory_bytes: meminfo("MemTotal"),
         available_memory_bytes: available_memory(),
-        instruction_sets: Isa::available().into_iter().map(|isa| level(isa, group.threads())).collect(),
-        device: "cpu",
-        threads: group.threads(),
-        isa: group.isa().to_string(),
-        cuda: "not in this version",
+        instruction_sets: Isa::available().into_iter().map(|isa| level(isa, cpu.threads())).collect(),
+        device: args.machine.device.to_string(),
+        threads: cpu.threads(),
+        isa: cpu.isa().map_or_else(String::new, |isa| isa.to_string()),
+        cuda: Cuda::look(),
         ok: self_test.iter().all(|check| check.miss.is_none()),
         self_test,
     };
@@ -91,8 +156,9 @@ fn print(report: &Report) {
         let n = level.dense_size;
         println!("    {:<16} {:7.1} GFLOP/s ({n} x {n} x {n})", level.name, 1e3 * level.dense_tflops);
     }
+    report.cuda.print();
     println!("\nkodkod will use");
-    println!("  device             {} (CUDA: {})", report.device, report.cuda);
+    println!("  device             {}", report.device);
     println!("  threads            {}", report.threads);
     println!("  instruction set    {}", report.isa);
     println!("\nSelf-test");
@@ -103,31 +169,34 @@ fn print(report: &Report) {
 }
 
 /// A small layer: against the reference in each precision, and bit against bit over ranks and instruction sets.
-fn self_test(cpu: &CpuRunOptions) -> anyhow::Result<Vec<Check>> {
-    let mut shape = Shape::new(64, 48, 8, 2);
-    shape.shared = Some(Shared { intermediate: 32, output_gate: true });
+fn self_test(machine: &MachineOptions) -> anyhow::Result<Vec<Check>> {
+    let on_cpu = machine.device == Device::Cpu;
+    let [intermediate, shared] = if on_cpu { [48, 32] } else { [64, 64] };
+    let mut shape = Shape::new(64, intermediate, 8, 2);
+    shape.shared = Some(Shared { intermediate: shared, output_gate: true });
     let tokens = 300;
     let knobs = Knobs::for_shape(&shape).with_rows(Some(ROW_BLOCK), Some(ROW_BLOCK), Some(0));
     let step: Step<bf16> = random_step(&shape, tokens, true, 7);
-    let mut checks = vec![
-        against_reference("bf16", &step, cpu, knobs)?,
-        against_reference("f32", &step.convert::<f32>(), cpu, knobs)?,
-    ];
-    let one = step.run(&cpu.group(1)?, knobs, &[tokens])?;
-    let two = step.run(&cpu.group(2)?, knobs, &[tokens - 120, 120])?;
+    let mut checks = vec![against_reference("bf16", &step, machine, knobs)?];
+    if on_cpu {
+        checks.push(against_reference("f32", &step.convert::<f32>(), machine, knobs)?);
+    }
+    let one = step.run(&machine.group(1)?, knobs, &[tokens])?;
+    let two = step.run(&machine.group(2)?, knobs, &[tokens - 120, 120])?;
     checks.push(Check { name: "2 ranks give the bits of 1".into(), miss: two.first_difference(&one) });
-    for isa in Isa::available() {
+    let Some(used) = machine.group(1)?.isa() else {
+        return Ok(checks);
+    };
+    for isa in Isa::available().into_iter().filter(|isa| isa.to_string() != used.to_string()) {
         let group = ExpertGroup::cpu_with(CpuOptions {
             ranks: 1,
-            threads: cpu.threads.unwrap_or(0),
+            threads: machine.threads.unwrap_or(0),
             isa: Some(isa),
             ..CpuOptions::default()
         })?;
-        if isa.to_string() != cpu.group(1)?.isa().to_string() {
-            let other = step.run(&group, knobs, &[tokens])?;
-            let name = format!("{isa} gives the bits of {}", cpu.group(1)?.isa());
-            checks.push(Check { name, miss: other.first_difference(&one) });
-        }
+        let other = step.run(&group, knobs, &[tokens])?;
+        let name = format!("{isa} gives the bits of {used}");
+        checks.push(Check { name, miss: other.first_difference(&one) });
     }
     Ok(checks)
 }
@@ -135,10 +204,10 @@ fn self_test(cpu: &CpuRunOptions) -> anyhow::Result<Vec<Check>> {
 fn against_reference<T: Element>(
     precision: &str,
     step: &Step<T>,
-    cpu: &CpuRunOptions,
+    machine: &MachineOptions,
     knobs: Knobs,
 ) -> anyhow::Result<Check> {
-    let outputs = step.run(&cpu.group(2)?, knobs, &[100, step.tokens() - 100])?;
+    let outputs = step.run(&machine.group(2)?, knobs, &[100, step.tokens() - 100])?;
     let comparisons = outputs.compare(&step.reference()?);
     let worst = comparisons.iter().map(|c| c.error).fold(0.0, f64::max);
     let misses: Vec<_> = comparisons.into_iter().filter_map(|c| c.miss).collect();

@@ -1,4 +1,8 @@
-//! Options that several subcommands share: the group and the knobs.
+//! Options that several subcommands share: the machine and the knobs.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
 
 use kodkod::{CpuOptions, ExpertGroup, Isa, Knobs, Shape};
 
@@ -15,17 +19,17 @@ pub(crate) struct KnobOptions {
     /// Rows of a rank kept for the backward, the others are computed again [default: all]
     #[arg(long, value_name = "ROWS")]
     pub(crate) saved_rows: Option<usize>,
-    /// Workers that look for communication first in a forward [default: 1]
+    /// Workers that look for communication first in a forward [default: 1; 4 on a GPU]
     #[arg(long, value_name = "N")]
     pub(crate) fwd_comm_sms: Option<usize>,
-    /// Workers that look for communication first in a backward [default: 1]
+    /// Workers that look for communication first in a backward [default: 1; 4 on a GPU]
     #[arg(long, value_name = "N")]
     pub(crate) bwd_comm_sms: Option<usize>,
 }
 
 impl KnobOptions {
-    /// The knobs for a shape.
-    pub(crate) fn knobs(&self, shape: &Shape) -> Knobs {
+    /// The knobs for a shape on the CPU.
+    fn knobs(&self, shape: &Shape) -> Knobs {
         let mut knobs =
             Knobs::for_shape(shape).with_rows(self.minibatch_rows, self.ring_rows, self.saved_rows);
         knobs.fwd_comm_sms = self.fwd_comm_sms.unwrap_or(knobs.fwd_comm_sms);
@@ -34,25 +38,88 @@ impl KnobOptions {
     }
 }
 
-/// How the ranks run on the CPU.
+/// Where the ranks run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Device {
+    #[default]
+    Cpu,
+    /// A GPU by its ordinal; several ranks share it.
+    Cuda(usize),
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "cpu" => Ok(Device::Cpu),
+            None if text == "cuda" => Ok(Device::Cuda(0)),
+            Some(("cuda", ordinal)) if ordinal.parse::<u16>().is_ok() => {
+                Ok(Device::Cuda(ordinal.parse().expect("checked")))
+            }
+            _ => Err("cpu, cuda and cuda:N are allowed".into()),
+        }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// The machine that the ranks run on.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub(crate) struct CpuRunOptions {
-    /// Worker threads [default: one a core]
+pub(crate) struct MachineOptions {
+    /// Where the ranks run: cpu, cuda or cuda:N; all ranks share the one GPU, which computes in bf16
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub(crate) device: Device,
+    /// Worker threads of the CPU [default: one a core]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
-    /// Instruction set of the GEMMs: avx512-bf16, avx2 or scalar [default: the best here]
+    /// Instruction set of the CPU's GEMMs: avx512-bf16, avx2 or scalar [default: the best here]
     #[arg(long, value_name = "LEVEL")]
     pub(crate) isa: Option<Isa>,
 }
 
-impl CpuRunOptions {
+impl MachineOptions {
     /// A group of `ranks` virtual ranks.
     pub(crate) fn group(&self, ranks: usize) -> kodkod::Result<ExpertGroup> {
-        ExpertGroup::cpu_with(CpuOptions {
-            ranks,
-            threads: self.threads.unwrap_or(0),
-            isa: self.isa,
-            ..CpuOptions::default()
-        })
+        let ordinal = match self.device {
+            Device::Cpu => {
+                return ExpertGroup::cpu_with(CpuOptions {
+                    ranks,
+                    threads: self.threads.unwrap_or(0),
+                    isa: self.isa,
+                    ..CpuOptions::default()
+                });
+            }
+            Device::Cuda(ordinal) => ordinal,
+        };
+        if self.threads.is_some() || self.isa.is_some() {
+            let allowed = "--threads and --isa are for --device cpu";
+            return Err(kodkod::Error::invalid("--device", self.device, allowed));
+        }
+        // The first group stays to the end, and with it the GPU's context: it takes long to make.
+        static FIRST: OnceLock<ExpertGroup> = OnceLock::new();
+        let group = ExpertGroup::cuda_virtual(ordinal, ranks)?;
+        FIRST.get_or_init(|| group.clone());
+        Ok(group)
+    }
+
+    /// The knobs of the options for a shape; what is not given follows the shape and the device.
+    pub(crate) fn knobs(&self, given: &KnobOptions, shape: &Shape) -> Knobs {
+        let mut knobs = given.knobs(shape);
+        if let Device::Cuda(_) = self.device {
+            knobs.fwd_comm_sms = given.fwd_comm_sms.unwrap_or(GPU_COMM_SMS);
+            knobs.bwd_comm_sms = given.bwd_comm_sms.unwrap_or(GPU_COMM_SMS);
+        }
+        knobs
     }
 }
+
+/// SMs of a GPU's rank that move rows before they compute, where the options do not say.
+const GPU_COMM_SMS: usize = 4;

@@ -18,11 +18,11 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use comfy_table::{Table, presets};
-use kodkod::{Element, Precision, Routing, bf16, schedule};
+use kodkod::{Element, ExpertGroup, Precision, Routing, bf16, schedule};
 use safetensors::Dtype;
 use serde_json::json;
 
-use crate::options::{CpuRunOptions, KnobOptions};
+use crate::options::{Device, KnobOptions, MachineOptions};
 use crate::step::{Comparison, Outputs, Step, tolerance};
 use file::{StepFile, Tensor};
 
@@ -41,7 +41,7 @@ pub(crate) struct Args {
     /// Tokens of each rank, in rank order
     #[arg(long, value_name = "A,B,C", value_delimiter = ',')]
     tokens_per_rank: Option<Vec<usize>>,
-    /// What rows and weights are stored in: bf16 or f32 [default: as x is]
+    /// What rows and weights are stored in: bf16 or f32 [default: as x is; bf16 on a GPU]
     #[arg(long, value_name = "TYPE", value_parser = parse_precision)]
     precision: Option<Precision>,
     /// Hold every output against the f64 reference; exit status 1 where one is off
@@ -51,7 +51,7 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    cpu: CpuRunOptions,
+    machine: MachineOptions,
     #[command(flatten)]
     knobs: KnobOptions,
 }
@@ -71,8 +71,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let file = StepFile::open(&args.file)?;
     let rows = file.x_dtype();
-    let precision =
-        args.precision.unwrap_or(if rows == Dtype::F32 { Precision::F32 } else { Precision::Bf16 });
+    let on_cpu = args.machine.device == Device::Cpu;
+    let as_x_is = if rows == Dtype::F32 && on_cpu { Precision::F32 } else { Precision::Bf16 };
+    let precision = args.precision.unwrap_or(as_x_is);
     match precision {
         Precision::Bf16 => replay::<bf16>(&args, file.step()?, rows),
         Precision::F32 => replay::<f32>(&args, file.step()?, rows),
@@ -95,8 +96,8 @@ fn check_writable(out: &Path, input: &Path) -> anyhow::Result<()> {
 
 fn replay<T: Element>(args: &Args, step: Step<T>, rows: Dtype) -> anyhow::Result<ExitCode> {
     let tokens_per_rank = split(args, &step)?;
-    let group = args.cpu.group(tokens_per_rank.len())?;
-    let knobs = args.knobs.knobs(&step.shape);
+    let group = args.machine.group(tokens_per_rank.len())?;
+    let knobs = args.machine.knobs(&args.knobs, &step.shape);
     let outputs = step.run(&group, knobs, &tokens_per_rank)?;
     let reference = if args.check { Some(step.reference()?) } else { None };
     let comparisons = reference.as_ref().map(|reference| outputs.compare(reference));
@@ -106,8 +107,7 @@ fn replay<T: Element>(args: &Args, step: Step<T>, rows: Dtype) -> anyhow::Result
     if let Some(out) = &args.out {
         file::write(out, &tensors)?;
     }
-    let report =
-        Report { args, step: &step, tokens_per_rank, isa: group.isa().to_string(), threads: group.threads() };
+    let report = Report { args, step: &step, tokens_per_rank, group: &group };
     let comparisons = comparisons.as_deref();
     match args.json {
         true => println!("{}", report.json(&outputs, &tensors, comparisons)),
@@ -173,8 +173,7 @@ struct Report<'a, T> {
     args: &'a Args,
     step: &'a Step<T>,
     tokens_per_rank: Vec<usize>,
-    isa: String,
-    threads: usize,
+    group: &'a ExpertGroup,
 }
 
 impl<T: Element> Report<'_, T> {
@@ -192,7 +191,7 @@ impl<T: Element> Report<'_, T> {
         comparisons: Option<&[Comparison]>,
     ) -> serde_json::Value {
         let shape = &self.step.shape;
-        let knobs = self.args.knobs.knobs(shape);
+        let knobs = self.args.machine.knobs(&self.args.knobs, shape);
         let output = |(at, (name, tensor)): (usize, &(&str, Tensor<T>))| {
             let (max, norm, non_finite) = tensor.size();
             let mut object = json!({
@@ -211,7 +210,8 @@ impl<T: Element> Report<'_, T> {
             "intermediate": shape.intermediate, "experts": shape.experts, "top_k": shape.top_k,
             "shared_intermediate": shape.shared.map(|s| s.intermediate),
             "ranks": self.tokens_per_rank.len(), "tokens_per_rank": self.tokens_per_rank,
-            "precision": self.precision(), "isa": self.isa, "threads": self.threads,
+            "precision": self.precision(), "device": self.args.machine.device.to_string(),
+            "isa": self.group.isa().map(|isa| isa.to_string()), "threads": self.group.threads(),
             "minibatch_rows": knobs.minibatch_rows, "ring_rows": knobs.ring_rows,
             "saved_rows": (knobs.saved_rows != kodkod::Knobs::ALL).then_some(knobs.saved_rows),
             "forward_ms": milliseconds(outputs.forward),
@@ -231,7 +231,7 @@ impl<T: Element> Report<'_, T> {
         let s = &self.step.shape;
         let shared = s.shared.map_or(String::new(), |s| format!(", shared {}", s.intermediate));
         let mut text = format!(
-            "{} tokens, hidden {}, intermediate {}, {} experts, top-{}{shared}; {}, {} on {} threads\n\
+            "{} tokens, hidden {}, intermediate {}, {} experts, top-{}{shared}; {}, {}\n\
              tokens per rank {:?}; forward {:.3} ms",
             self.step.tokens(),
             s.hidden,
@@ -239,8 +239,7 @@ impl<T: Element> Report<'_, T> {
             s.experts,
             s.top_k,
             self.precision(),
-            self.isa,
-            self.threads,
+            self.group.description(),
             self.tokens_per_rank,
             outputs.forward.as_secs_f64() * 1e3,
         );

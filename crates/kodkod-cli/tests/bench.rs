@@ -87,6 +87,11 @@ fn bad_input_is_named_with_what_is_allowed() {
         (&["--minibatch-rows", "100"], "100", "multiple of 128"),
         (&["--isa", "mmx"], "mmx", "scalar"),
         (&["--precision", "fp4"], "fp4", "bf16"),
+        (&["--device", "cuda:x"], "cuda:x", "cuda:N"),
+        (&["--device", "cuda", "--precision", "f32"], "f32", "--device cpu"),
+        (&["--device", "cuda", "--memory"], "--memory", "--device cpu"),
+        (&["--device", "cuda:999"], "cuda", "--device cpu"),
+        (&["--dense-tflops", "700"], "--dense-tflops", "GPU"),
     ] {
         let output = bench(args);
         let err = String::from_utf8_lossy(&output.stderr);

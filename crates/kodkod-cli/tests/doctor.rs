@@ -23,6 +23,9 @@ fn says_what_is_there_and_passes_its_own_test() {
     let levels = report["instruction_sets"].as_array().unwrap();
     assert!(levels.iter().any(|level| level["name"] == "scalar"));
     assert!(levels.iter().all(|level| level["dense_tflops"].as_f64().unwrap() > 0.0));
+    assert!(report["cuda"]["driver"].is_boolean() && report["cuda"]["gpus"].is_array());
+    let missing = &report["cuda"]["error"];
+    assert_eq!(missing.is_null(), !report["cuda"]["gpus"].as_array().unwrap().is_empty(), "{missing}");
     assert!(report["self_test"].as_array().unwrap().len() >= 3);
 }
 
@@ -32,5 +35,7 @@ fn the_text_names_what_will_be_used() {
     let out = String::from_utf8_lossy(&output.stdout);
     println!("{out}");
     assert_eq!(output.status.code(), Some(0));
-    assert!(out.contains("instruction set    scalar") && out.contains("CUDA: not in this version"));
+    assert!(
+        out.contains("instruction set    scalar") && out.contains("CUDA driver") && out.contains("NVRTC")
+    );
 }

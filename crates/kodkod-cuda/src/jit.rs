@@ -79,7 +79,8 @@ pub fn cubin(source: Source, defines: &[(&str, String)]) -> Result<Cubin> {
     Ok(cubin)
 }
 
-fn cache_dir() -> PathBuf {
+/// Where machine code is kept.
+pub fn cache_dir() -> PathBuf {
     let set = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     set("KODKOD_CACHE")
         .or_else(|| set("XDG_CACHE_HOME").map(|d| d.join("kodkod")))
@@ -121,9 +122,18 @@ fn store(path: &Path, code: &[u8]) -> Result<()> {
 
 /// The functions of NVRTC that are needed. A library of its own, not cudarc's: that one only looks on the loader's path.
 struct Nvrtc {
+    place: PathBuf,
     library: Library,
     /// NVRTC opens it by name, which succeeds where it is loaded already.
     _builtins: Option<Library>,
+}
+
+/// The compiler's library, as it would be opened.
+///
+/// # Errors
+/// [`Error::NoNvrtc`], with where it was looked for.
+pub fn nvrtc() -> Result<PathBuf> {
+    Ok(find_nvrtc()?.place)
 }
 
 fn find_nvrtc() -> Result<Nvrtc> {
@@ -173,7 +183,7 @@ fn find_nvrtc() -> Result<Nvrtc> {
         });
         // SAFETY: as above.
         if let Ok(library) = unsafe { Library::new(place) } {
-            return Ok(Nvrtc { library, _builtins: builtins });
+            return Ok(Nvrtc { place: place.clone(), library, _builtins: builtins });
         }
     }
     let tried = folders.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");

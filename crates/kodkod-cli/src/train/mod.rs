@@ -26,7 +26,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use kodkod::Precision;
 use serde::{Deserialize, Serialize};
 
-use crate::options::{CpuRunOptions, KnobOptions};
+use crate::options::{KnobOptions, MachineOptions};
 use checkpoint::{Checkpoint, History};
 use data::Text;
 use model::{Model, Sizes};
@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// Virtual ranks that share the experts: a divisor of --experts. Changes no bit of any loss
     #[arg(long, value_name = "N", default_value_t = 4)]
     ranks: usize,
-    /// Steps of training; the learning rate falls towards the last [default: 750]
+    /// Steps of training; the learning rate falls towards the last [default: 650]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
     /// Seed of the first weights and of the batches [default: 1]
@@ -80,7 +80,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     knobs: KnobOptions,
     #[command(flatten)]
-    cpu: CpuRunOptions,
+    machine: MachineOptions,
 }
 
 const MORE_HELP: &str = "\
@@ -198,7 +198,7 @@ impl Args {
             },
             context: self.context(c)?,
             batch: pick("--batch", self.batch, c.map(|c| c.batch), 8)?,
-            steps: pick("--steps", self.steps, c.map(|c| c.steps), 750)?,
+            steps: pick("--steps", self.steps, c.map(|c| c.steps), 650)?,
             seed: pick("--seed", self.seed, c.map(|c| c.seed), 1)?,
             precision: pick("--precision", self.precision, c.map(|c| c.precision), PrecisionOption::Bf16)?,
             learning_rate: pick("--learning-rate", m.learning_rate, c.map(|c| c.learning_rate), 0.0025)?,
@@ -280,9 +280,9 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     );
     let every = args.checkpoint_every.unwrap_or(config.steps.div_ceil(4));
     ensure!(every > 0, "--checkpoint-every is 0: at least 1 is needed");
-    let knobs = args.knobs.knobs(&config.sizes.moe());
+    let knobs = args.machine.knobs(&args.knobs, &config.sizes.moe());
     knobs.validate().context("the knobs")?;
-    let group = args.cpu.group(args.ranks)?;
+    let group = args.machine.group(args.ranks)?;
     prepare(&args.out)?;
 
     let params = Params::new(config.seed);
@@ -316,7 +316,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         config.sizes.top_k,
         config.precision
     );
-    println!("machine {} ranks on {} threads, {}", group.ranks(), group.threads(), group.isa());
+    println!("machine {} ranks, {}", group.ranks(), group.description());
     println!(
         "steps   {} to {last} of {}, {} bytes each\n",
         first + 1,
@@ -364,7 +364,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         parameters,
         ranks: group.ranks(),
         threads: group.threads(),
-        isa: group.isa().to_string(),
+        isa: group.isa().map(|isa| isa.to_string()),
         steps_done: history.losses.len(),
         losses: &history.losses,
         losses_hex: report::hex(&history.losses),

@@ -22,7 +22,8 @@ pub(crate) struct Metrics<'a> {
     /// What this run ran on; nothing below but speed and time depends on it.
     pub(crate) ranks: usize,
     pub(crate) threads: usize,
-    pub(crate) isa: String,
+    /// None on a GPU.
+    pub(crate) isa: Option<String>,
     /// Steps done, in this run and before.
     pub(crate) steps_done: usize,
     /// Training loss of every step, nats per byte, and its bits.

@@ -1,0 +1,146 @@
+//! Times on a GPU, by its own clock: rows, routes, weights and gradients are there before, and a forward's time has the
+//! schedule in it.
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use kodkod::cuda::driver::{Device, Event};
+use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, new_gradients};
+use kodkod::{Knobs, Routing, bf16};
+
+use super::{Args, Row, Timed, median, progress, table};
+use crate::inputs::random_step;
+use crate::shapes::NamedShape;
+use crate::step::Step;
+
+/// Milliseconds of each repeat.
+#[derive(Default)]
+struct Times {
+    schedule: Vec<f64>,
+    forward: Vec<f64>,
+    backward: Vec<f64>,
+}
+
+pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
+    let crate::options::Device::Cuda(ordinal) = args.machine.device else {
+        unreachable!("called for a GPU");
+    };
+    let device = Device::new(ordinal)?;
+    let bar = progress(args.shape.len() * args.tokens.len() * args.ranks.len());
+    let mut rows = Vec::new();
+    for named in &args.shape {
+        bar.set_message(format!("{}: making weights", named.name));
+        let most = |list: &[usize]| list.iter().max().copied().unwrap_or(0);
+        let step: Step<bf16> =
+            random_step(&named.shape, most(&args.tokens) * most(&args.ranks), args.backward(), 1);
+        let weights = DeviceWeights::from_host(&step.weights.as_ref())
+            .with_context(|| format!("--shape {}: its weights", named.name))?;
+        for &tokens in &args.tokens {
+            for &ranks in &args.ranks {
+                bar.set_message(format!("{}, {tokens} tokens on each of {ranks} ranks", named.name));
+                let knobs = args.machine.knobs(&args.knobs, &named.shape);
+                let (times, routes) = measure(args, &device, knobs, &step, &weights, &vec![tokens; ranks])
+                    .with_context(|| {
+                        format!("--shape {}, {tokens} tokens on each of {ranks} ranks", named.name)
+                    })?;
+                for &pass in &args.pass {
+                    let row = row(args, &knobs, named, ranks, tokens, routes, pass, &times);
+                    if args.json {
+                        let line = serde_json::to_string(&row)?;
+                        bar.suspend(|| println!("{line}"));
+                    }
+                    rows.push(row);
+                }
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    if !args.json {
+        println!("{}, {} SMs, bf16; medians of {} repeats", device.name(), device.sms(), args.repeat());
+        println!("{}", table(&rows));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Times, and routes that are not -1.
+fn measure(
+    args: &Args,
+    device: &std::sync::Arc<Device>,
+    knobs: Knobs,
+    step: &Step<bf16>,
+    weights: &DeviceWeights,
+    tokens_per_rank: &[usize],
+) -> anyhow::Result<(Times, usize)> {
+    let (shape, tokens) = (&step.shape, tokens_per_rank.iter().sum::<usize>());
+    let (rows, routes) = (tokens * shape.hidden, tokens * shape.top_k);
+    let routing = Routing::new(shape, &step.ids[..routes], &step.topk_weights[..routes], tokens_per_rank)?;
+    let layer = CudaLayer::new(device, shape, &knobs, tokens_per_rank)?;
+    let dy = step.dy.as_deref().unwrap_or(&step.x);
+    let on_gpu = DeviceStep::new(shape, &step.x[..rows], &dy[..rows], routing.ids(), routing.weights())?;
+    let gradients = args.backward().then(|| new_gradients(shape)).transpose()?;
+    let stream = layer.stream();
+    let mut times = Times::default();
+    let events = (0..4).map(|_| Event::new()).collect::<kodkod::cuda::Result<Vec<_>>>()?;
+    for repeat in 0..args.warmup() + args.repeat() {
+        events[0].record(stream)?;
+        layer.schedule(&on_gpu)?;
+        events[1].record(stream)?;
+        let schedule = events[0].milliseconds_to(&events[1])?;
+        events[1].record(stream)?;
+        layer.forward(&on_gpu, weights)?;
+        events[2].record(stream)?;
+        if let Some(gradients) = &gradients {
+            layer.backward(&on_gpu, weights, gradients, false)?;
+        }
+        events[3].record(stream)?;
+        let backward = events[2].milliseconds_to(&events[3])?;
+        let forward = events[1].milliseconds_to(&events[2])?;
+        layer.finish()?;
+        if repeat >= args.warmup() {
+            times.schedule.push(f64::from(schedule));
+            times.forward.push(f64::from(forward));
+            times.backward.push(f64::from(backward));
+        }
+    }
+    Ok((times, routing.routes()))
+}
+
+fn row(
+    args: &Args,
+    knobs: &Knobs,
+    named: &NamedShape,
+    ranks: usize,
+    tokens_per_rank: usize,
+    routes: usize,
+    pass: Timed,
+    times: &Times,
+) -> Row {
+    let forward_flops = named.shape.forward_flops(tokens_per_rank * ranks, routes);
+    let (ms, passes) = match pass {
+        Timed::Fwd => (median(times.forward.clone()), 1.0),
+        Timed::Bwd => (median(times.backward.clone()), 2.0),
+        Timed::Both => (median(times.forward.iter().zip(&times.backward).map(|(f, b)| f + b).collect()), 3.0),
+    };
+    let tflops = passes * forward_flops / ms / 1e9;
+    Row {
+        device: args.machine.device.to_string(),
+        ranks,
+        shape: named.name.clone(),
+        tokens_per_rank,
+        pass,
+        ms,
+        tflops,
+        dense_tflops: args.dense_tflops,
+        fraction_of_dense: args.dense_tflops.map(|dense| tflops / dense),
+        precision: args.precision,
+        isa: None,
+        threads: 0,
+        repeat: args.repeat(),
+        minibatch_rows: knobs.minibatch_rows,
+        ring_rows: knobs.ring_rows,
+        saved_rows: Some(knobs.saved_rows).filter(|&rows| rows != Knobs::ALL),
+        peak_memory_bytes: None,
+        schedule_ms: Some(median(times.schedule.clone())),
+    }
+}
