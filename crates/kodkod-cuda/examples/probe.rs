@@ -21,6 +21,8 @@ use kodkod_cuda::{
 };
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
+/// Results with their names.
+type Named = Vec<(&'static str, Vec<f32>)>;
 
 /// minibatch rows, ring rows, saved rows
 type Rows = [usize; 3];
@@ -198,7 +200,7 @@ struct Case {
     dy: Vec<bf16>,
     w: [Vec<bf16>; 3],
     biases: Option<[Vec<f32>; 3]>,
-    shared: Option<([Vec<bf16>; 3], Option<Vec<f32>>)>,
+    shared: Option<SharedWeights<Vec<bf16>, Vec<f32>>>,
     ids: Vec<i32>,
     weights: Vec<f32>,
 }
@@ -210,11 +212,11 @@ impl Case {
             up: &self.w[1],
             down: &self.w[2],
             biases: self.biases.as_ref().map(|b| Biases { gate: &b[0][..], up: &b[1], down: &b[2] }),
-            shared: self.shared.as_ref().map(|(w, gate)| SharedWeights {
-                gate: &w[0][..],
-                up: &w[1],
-                down: &w[2],
-                output_gate: gate.as_deref(),
+            shared: self.shared.as_ref().map(|s| SharedWeights {
+                gate: &s.gate[..],
+                up: &s.up,
+                down: &s.down,
+                output_gate: s.output_gate.as_deref(),
             }),
         }
     }
@@ -233,7 +235,9 @@ fn case(shape: &Shape, tokens: usize, routes: Routes, scale: f32) -> Case {
     let biases = shape.biases.then(|| [i, i, h].map(|n| random.values(e * n, 0.5)));
     let shared = shape.shared.map(|s| {
         let (n, ss) = (h * s.intermediate, (s.intermediate as f32).powf(-0.5));
-        ([sh, sh, ss].map(|s| random.rows(n, s)), s.output_gate.then(|| random.values(h, sh)))
+        let [gate, up, down] = [sh, sh, ss].map(|s| random.rows(n, s));
+        let output_gate = s.output_gate.then(|| random.values(h, sh));
+        SharedWeights { gate, up, down, output_gate }
     });
     let (x, dy) = (random.rows(tokens * h, scale), random.rows(tokens * h, 1.0));
     let (ids, weights) = random.routes(tokens, e, shape.top_k, routes);
@@ -281,7 +285,7 @@ fn on_gpu(device: &std::sync::Arc<Device>, c: &Case, knobs: &Knobs, split: &[usi
 
 impl OnGpu {
     /// Everything that a forward and a backward leave, with its names; buffers hold NaN before.
-    fn outcome(&self, run: impl Fn() -> Outcome) -> Outcome<Vec<(&'static str, Vec<f32>)>> {
+    fn outcome(&self, run: impl Fn() -> Outcome) -> Outcome<Named> {
         let stream = self.layer.stream();
         self.layer.poison()?;
         for rows in [&self.step.y, &self.step.dx] {
@@ -299,7 +303,7 @@ impl OnGpu {
         self.read()
     }
 
-    fn read(&self) -> Outcome<Vec<(&'static str, Vec<f32>)>> {
+    fn read(&self) -> Outcome<Named> {
         let floats = |v: Vec<bf16>| v.into_iter().map(bf16::to_f32).collect::<Vec<_>>();
         let mut all = vec![
             ("y", floats(self.step.y.read()?)),
@@ -318,14 +322,14 @@ impl OnGpu {
     }
 }
 
-fn hash(all: &[(&'static str, Vec<f32>)]) -> u64 {
+fn hash(all: &Named) -> u64 {
     all.iter()
         .flat_map(|(_, v)| v)
         .fold(0xcbf2_9ce4_8422_2325_u64, |h, v| (h ^ u64::from(v.to_bits())).wrapping_mul(0x100_0000_01b3))
 }
 
 /// What the CPU computes, and each gradient's experts without rows.
-fn on_cpu(c: &Case, tokens: usize) -> Outcome<Vec<(&'static str, Vec<f32>)>> {
+fn on_cpu(c: &Case, tokens: usize) -> Outcome<Named> {
     let cpu = CpuGroup::new(CpuOptions::default())?;
     let routing = Routing::new(&c.shape, &c.ids, &c.weights, &[tokens])?;
     let w = c.weights();

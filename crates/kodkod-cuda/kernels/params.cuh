@@ -25,7 +25,7 @@ struct ScheduleParams {
 
 // What a rank's wait was for when it gave up.
 struct Stall {
-    u32 given_up, task, a, b, counter, index, seen, expected;
+    u32 given_up, task, a, b, counter, index, seen, expected, pushed;
 };
 
 // One task of one CTA, in nanoseconds of the GPU's clock.

@@ -279,6 +279,9 @@ impl<T: Copy> Buffer<T> {
     pub fn write(&self, host: &[T]) -> Result<()> {
         assert!(host.len() <= self.len, "a copy beyond the buffer");
         let bytes = size_of_val(host);
+        if bytes == 0 {
+            return Ok(());
+        }
         // SAFETY: both sides hold that many bytes.
         check(unsafe { sys::cuMemcpyHtoD_v2(self.address, host.as_ptr().cast(), bytes) }, "copy to the GPU")
     }
@@ -297,6 +300,9 @@ impl<T: Copy> Buffer<T> {
     pub fn read_into(&self, host: &mut [T]) -> Result<()> {
         assert!(host.len() <= self.len, "a copy beyond the buffer");
         let bytes = size_of_val(host);
+        if bytes == 0 {
+            return Ok(());
+        }
         // SAFETY: both sides hold that many bytes.
         check(
             unsafe { sys::cuMemcpyDtoH_v2(host.as_mut_ptr().cast(), self.address, bytes) },

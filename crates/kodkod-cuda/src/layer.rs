@@ -408,9 +408,11 @@ impl CudaLayer {
     /// [`kodkod_core::Error::Stalled`] with what each rank waited for, and which ranks had not pushed all their rows.
     pub fn finish(&self) -> Result<()> {
         self.stream.synchronize()?;
-        let mut stalls = Vec::new();
+        let (mut stalls, mut pushed) = (Vec::new(), Vec::new());
         for (rank, memory) in self.ranks.iter().enumerate() {
             let s = memory.stall.read()?;
+            // What it was when the rank gave up, or is now.
+            pushed.push((s[0] != 0).then_some(s[8]));
             if s[0] != 0 {
                 stalls.push(Stall {
                     rank,
@@ -420,7 +422,6 @@ impl CudaLayer {
                     expected: s[7],
                     waited_ms: self.limit.as_millis() as u64,
                 });
-                memory.stall.fill(0, &self.stream)?;
             }
         }
         if stalls.is_empty() {
@@ -429,10 +430,12 @@ impl CudaLayer {
         let mut late = Vec::new();
         for (rank, memory) in self.ranks.iter().enumerate() {
             let blocks = memory.first_block.read()?.last().copied().unwrap_or(0);
-            let (pushed, all) = (memory.counters.read()?[1], blocks * self.shape.hidden.div_ceil(256) as u32);
+            let all = blocks * self.shape.hidden.div_ceil(256) as u32;
+            let pushed = pushed[rank].map_or_else(|| memory.counters.read().map(|c| c[1]), Ok)?;
             if pushed < all {
                 late.push(format!("rank {rank} has pushed {pushed} of {all} tiles"));
             }
+            memory.stall.fill(0, &self.stream)?;
         }
         for stall in &mut stalls {
             stall.counter += &format!(" ({})", late.join(", "));
@@ -759,6 +762,8 @@ impl CudaLayer {
 }
 
 const TICKETS: usize = 4;
+/// Words of a `Stall`.
+const STALL_WORDS: usize = 9;
 const KINDS: [&str; 11] = [
     "Pull",
     "PullGrad",
@@ -870,7 +875,7 @@ impl Rank {
             sources: Buffer::new(sizes.blocks * ROW_BLOCK)?,
             counters: Buffer::new(sizes.counters + TICKETS)?,
             programs: Buffer::new(2 * PROGRAM_BYTES)?,
-            stall: Buffer::new(8)?,
+            stall: Buffer::new(STALL_WORDS)?,
             x: Buffer::new(kept * shape.hidden)?,
             g: Buffer::new(kept * width)?,
             u: Buffer::new(kept * width)?,
