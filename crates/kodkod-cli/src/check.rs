@@ -5,22 +5,25 @@
 //!   `sum |error| <= tolerance * sum |reference|` (0.01 for bf16, 1e-5 for f32), and the same bits from all runs;
 //! - one thing that must change no bit, turned over all of its values on three inputs;
 //! - inputs that must be refused.
+//!
+//! On a GPU the same inputs run in bf16 on up to 4 ranks, with widths rounded up to multiples of 64.
 
 mod cases;
 mod contract;
+mod gpu;
 mod refused;
 
 use std::fmt;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use comfy_table::{Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
-use kodkod::{
-    Activation, CpuOptions, Element, ExpertGroup, Isa, Knobs, Precision, Routing, Shape, bf16, reference,
-};
+use kodkod::{Activation, Element, ExpertGroup, Isa, Knobs, Precision, Routing, Shape, bf16, reference};
 use serde_json::json;
 
+use crate::options::{Device, MachineOptions};
 use crate::step::{Comparison, Outputs, Step, tolerance};
 use cases::{Also, Case};
 
@@ -45,6 +48,27 @@ pub(crate) struct Args {
     /// Print one JSON object a row instead of a table
     #[arg(long)]
     json: bool,
+    /// Where the layer runs: cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: Device,
+    /// With --device cuda: only compile the kernels that are needed, into the cache; needs no GPU
+    #[arg(long)]
+    compile_only: bool,
+    /// Of those, one part of N
+    #[arg(long, value_name = "PART/N", hide = true, value_parser = gpu::parse_part)]
+    compile_part: Option<(usize, usize)>,
+}
+
+/// Where the layer runs; set once, before any case is made.
+static DEVICE: OnceLock<Device> = OnceLock::new();
+
+fn on_gpu() -> bool {
+    matches!(DEVICE.get(), Some(Device::Cuda(_)))
+}
+
+/// Most ranks of a run.
+fn most_ranks() -> usize {
+    if on_gpu() { 4 } else { usize::MAX }
 }
 
 /// One line of the result.
@@ -134,7 +158,7 @@ impl Config {
     }
 
     fn even(tokens: usize, ranks: usize) -> Self {
-        Self::split(&Routing::even_split(tokens, ranks))
+        Self::split(&Routing::even_split(tokens, ranks.min(most_ranks())))
     }
 
     fn rows(self, minibatch: usize, ring: usize, saved: usize) -> Self {
@@ -146,8 +170,14 @@ impl Config {
     }
 
     fn group(&self) -> kodkod::Result<ExpertGroup> {
-        let (ranks, threads, isa) = (self.tokens_per_rank.len(), self.threads, self.isa);
-        ExpertGroup::cpu_with(CpuOptions { ranks, threads, isa, ..CpuOptions::default() })
+        let machine = match DEVICE.get().copied().unwrap_or_default() {
+            Device::Cpu => {
+                let threads = (self.threads > 0).then_some(self.threads);
+                MachineOptions { device: Device::Cpu, threads, isa: self.isa }
+            }
+            device => MachineOptions { device, ..MachineOptions::default() },
+        };
+        machine.group(self.tokens_per_rank.len())
     }
 
     fn knobs(&self, shape: &Shape) -> Knobs {
@@ -210,6 +240,19 @@ impl Job {
 /// Runs it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let start = Instant::now();
+    DEVICE.get_or_init(|| args.device);
+    anyhow::ensure!(on_gpu() || !args.compile_only, "--compile-only is for --device cuda");
+    if let Some((part, of)) = args.compile_part {
+        return gpu::compile_part(&args, part, of);
+    }
+    if on_gpu() {
+        gpu::compile_all()?;
+        if args.compile_only {
+            return Ok(ExitCode::SUCCESS);
+        }
+        // What is missing is said once, not in every row.
+        Config::even(1, 1).group()?;
+    }
     let mut jobs = jobs(&args);
     if let Some(text) = &args.filter {
         jobs.retain(|job| job.name.contains(text.as_str()));
@@ -247,7 +290,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 fn jobs(args: &Args) -> Vec<Job> {
     let mut jobs = Vec::new();
-    for precision in [Precision::Bf16, Precision::F32] {
+    for &precision in precisions() {
         // Each closure makes its case itself, so that only one is in memory.
         for (index, named) in cases::hard(args.quick).into_iter().enumerate() {
             let quick = args.quick;
@@ -270,9 +313,16 @@ fn jobs(args: &Args) -> Vec<Job> {
         }
     }
     jobs.extend(contract::jobs(args.quick));
-    jobs.extend(refused::jobs());
+    if !on_gpu() {
+        jobs.extend(refused::jobs());
+    }
     jobs.extend(contract::large(args.large));
     jobs
+}
+
+/// What rows and weights are stored in.
+fn precisions() -> &'static [Precision] {
+    if on_gpu() { &[Precision::Bf16] } else { &[Precision::Bf16, Precision::F32] }
 }
 
 /// An input against the reference, on one rank and on others.
@@ -321,7 +371,8 @@ fn off_the_clamp<T: kodkod::Element>(mut step: Step<T>) -> kodkod::Result<(Step<
 /// Other splits, each with other knobs and threads: from one minibatch in the ring and nothing saved upwards.
 fn hostile(case: &Case) -> Vec<Config> {
     let (tokens, experts) = (case.step.tokens(), case.step.shape.experts);
-    let even = [1, 2, 4, 8].into_iter().filter(|&ranks| experts.is_multiple_of(ranks));
+    let even = [1, 2, 4, 8].into_iter();
+    let even = even.filter(|&ranks| experts.is_multiple_of(ranks) && ranks <= most_ranks());
     let even = even.map(|ranks| Config::even(tokens, ranks));
     let turn = |(i, config): (usize, Config)| {
         let config = config.threads(1 + i % 4);
@@ -331,7 +382,8 @@ fn hostile(case: &Case) -> Vec<Config> {
             _ => config.rows(256, 512, Knobs::ALL),
         }
     };
-    even.chain(case.splits.iter().map(|split| Config::split(split))).enumerate().map(turn).collect()
+    let splits = case.splits.iter().filter(|split| split.len() <= most_ranks());
+    even.chain(splits.map(|split| Config::split(split))).enumerate().map(turn).collect()
 }
 
 /// What no route touches is 0, exactly: gradients of idle experts, of routes -1, rows of tokens without routes.

@@ -70,7 +70,7 @@ pub struct Cubin {
 /// # Errors
 /// [`Error::NoNvrtc`] where it is not cached and there is no compiler, [`Error::Compile`] with its words.
 pub fn cubin(source: Source, defines: &[(&str, String)]) -> Result<Cubin> {
-    let path = cache_dir().join(format!("{:016x}.cubin", key(source, defines)));
+    let path = cache_dir().join(file_name(source, defines));
     if let Ok(code) = fs::read(&path) {
         return Ok(Cubin { code, log: String::new() });
     }
@@ -86,6 +86,11 @@ pub fn cache_dir() -> PathBuf {
         .or_else(|| set("XDG_CACHE_HOME").map(|d| d.join("kodkod")))
         .or_else(|| set("HOME").map(|d| d.join(".cache/kodkod")))
         .unwrap_or_else(|| env::temp_dir().join("kodkod"))
+}
+
+/// The name of a file's machine code in the cache.
+pub fn file_name(source: Source, defines: &[(&str, String)]) -> String {
+    format!("{:016x}.cubin", key(source, defines))
 }
 
 fn key(source: Source, defines: &[(&str, String)]) -> u64 {

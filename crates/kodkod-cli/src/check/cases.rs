@@ -117,7 +117,12 @@ fn named(name: &str, build: impl Fn() -> Case + 'static) -> Named {
 }
 
 /// A step of random numbers for given routes.
-pub(crate) fn step(shape: Shape, ids: Vec<i64>, random: &mut Random) -> Step<f32> {
+pub(crate) fn step(mut shape: Shape, ids: Vec<i64>, random: &mut Random) -> Step<f32> {
+    if super::on_gpu() {
+        let width = |n: usize| n.next_multiple_of(64);
+        (shape.hidden, shape.intermediate) = (width(shape.hidden), width(shape.intermediate));
+        shape.shared = shape.shared.map(|s| Shared { intermediate: width(s.intermediate), ..s });
+    }
     let (h, i, e) = (shape.hidden, shape.intermediate, shape.experts);
     let tokens = ids.len() / shape.top_k;
     let (over_h, over_i) = (1.0 / h as f32, 1.0 / i as f32);

@@ -7,7 +7,7 @@ use kodkod::program::Stream;
 use kodkod::{CpuOptions, Error, ExpertGroup, Isa, Knobs, MoeLayer, Precision, Shape, StallHook, bf16};
 
 use super::cases::{self, Case, Random};
-use super::{Config, Job, Row};
+use super::{Config, Job, Row, gpu, most_ranks, on_gpu, precisions};
 use crate::step::{Step, Values, filled};
 
 /// One thing that is turned, and all the ways to set it.
@@ -59,6 +59,20 @@ const DIMENSIONS: [Dimension; 9] = [
     }),
 ];
 
+/// All of them; on a GPU without those of the CPU alone.
+fn dimensions() -> impl Iterator<Item = Dimension> {
+    let cpu_alone = ["bits: threads 1 to 4", "bits: every instruction set"];
+    DIMENSIONS.into_iter().filter(move |(name, _)| !on_gpu() || !cpu_alone.contains(name))
+}
+
+/// Every way that the inputs are run, for the kernels to be compiled before.
+pub(super) fn configs(case: &Case) -> Vec<Config> {
+    let rows = [1, 2, 4, 8].into_iter().flat_map(|ranks| {
+        [even(case, ranks), even(case, ranks).rows(128, 128, 0), even(case, ranks).rows(128, 256, 128)]
+    });
+    dimensions().flat_map(|(_, configs)| configs(case)).chain(rows).collect()
+}
+
 fn even(case: &Case, ranks: usize) -> Config {
     Config::even(case.step.tokens(), ranks)
 }
@@ -69,7 +83,9 @@ type Check<T> = fn(&mut Row, &Case, &Step<T>);
 /// A row for both precisions.
 fn both(jobs: &mut Vec<Job>, name: &str, half: Check<bf16>, single: Check<f32>) {
     jobs.push(Job::new(name, Some(Precision::Bf16), move |row| over_inputs(row, half)));
-    jobs.push(Job::new(name, Some(Precision::F32), move |row| over_inputs(row, single)));
+    if !on_gpu() {
+        jobs.push(Job::new(name, Some(Precision::F32), move |row| over_inputs(row, single)));
+    }
 }
 
 fn over_inputs<T: kodkod::Element>(mut row: Row, check: Check<T>) -> Row {
@@ -84,12 +100,13 @@ fn over_inputs<T: kodkod::Element>(mut row: Row, check: Check<T>) -> Row {
 
 pub(super) fn jobs(quick: bool) -> Vec<Job> {
     let mut jobs = Vec::new();
-    for (name, configs) in DIMENSIONS {
-        for precision in [Precision::Bf16, Precision::F32] {
+    for (name, configs) in dimensions() {
+        for &precision in precisions() {
             jobs.push(Job::new(name, Some(precision), move |mut row| {
                 for named in cases::contract() {
                     let case = (named.build)();
-                    let configs = configs(&case);
+                    let mut configs = configs(&case);
+                    configs.retain(|config| config.tokens_per_rank.len() <= most_ranks());
                     match precision {
                         Precision::Bf16 => {
                             turn(&mut row, &named.name, &case.step.convert::<bf16>(), &configs)
@@ -109,7 +126,7 @@ pub(super) fn jobs(quick: bool) -> Vec<Job> {
     jobs.push(Job::new("case-14 identical call 100 times", Some(Precision::Bf16), hundred));
     let limit = Duration::from_millis(if quick { 50 } else { 200 });
     jobs.push(Job::new("case-18 a worker that stalls", Some(Precision::Bf16), move |row| {
-        stalled(row, limit)
+        if on_gpu() { gpu::stalled(row, limit) } else { stalled(row, limit) }
     }));
     jobs
 }
