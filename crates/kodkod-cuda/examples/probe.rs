@@ -4,7 +4,7 @@
 //!     probe check                 small shapes against the CPU, and the same bits over ranks and knobs
 //!     probe stall                 a task that hangs: an error that names the rank, and the next pass works
 //!     probe graph                 a captured pass, replayed with other inputs and routes
-//!     probe trace SHAPE OUT.json  the tasks of one forward and backward, for Perfetto
+//!     probe trace SHAPE OUT.json  the tasks of one forward and backward, for Perfetto; and OUT.svg
 //!     probe time [SHAPE ...]      milliseconds and TFLOP/s
 
 use std::error::Error;
@@ -16,6 +16,7 @@ use kodkod_core::{
 };
 use kodkod_cpu::{CpuGroup, CpuOptions};
 use kodkod_cuda::driver::{Device, Event};
+use kodkod_cuda::trace::{chrome_json, svg};
 use kodkod_cuda::{
     CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, jit, new_gradients, read_gradients,
 };
@@ -481,31 +482,14 @@ fn trace(name: &str, out: &str) -> Outcome {
         gpu.passes(false)?;
     }
     let stamps = gpu.layer.stamps()?;
-    let start = stamps.iter().map(|s| s.begin).min().unwrap_or(0);
-    let us = |t: u64| (t - start) as f64 / 1e3;
-    let events: Vec<_> = stamps
-        .iter()
-        .map(|s| {
-            format!(
-                r#"{{"name":"{}","ph":"X","pid":{},"tid":{},"ts":{:.3},"dur":{:.3},"args":{{"place":[{},{}],"cta":{}}}}}"#,
-                s.kind,
-                s.rank,
-                s.sm,
-                us(s.begin),
-                us(s.end) - us(s.begin),
-                s.place[0],
-                s.place[1],
-                s.cta
-            )
-        })
-        .collect();
-    std::fs::write(out, format!("{{\"traceEvents\":[\n{}\n]}}\n", events.join(",\n")))?;
+    std::fs::write(out, chrome_json(&stamps))?;
+    std::fs::write(std::path::Path::new(out).with_extension("svg"), svg(&stamps))?;
     let mut kinds: Vec<_> = stamps.iter().map(|s| s.kind).collect();
     kinds.sort_unstable();
     kinds.dedup();
     for kind in kinds {
         let of: Vec<_> = stamps.iter().filter(|s| s.kind == kind).collect();
-        let sum: f64 = of.iter().map(|s| us(s.end) - us(s.begin)).sum();
+        let sum: f64 = of.iter().map(|s| (s.end - s.begin) as f64 / 1e3).sum();
         println!(
             "{kind}: {} tasks, {:.1} us each, {:.1} ms in all",
             of.len(),

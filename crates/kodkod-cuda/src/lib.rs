@@ -8,6 +8,7 @@ pub mod driver;
 pub mod error;
 pub mod jit;
 mod layer;
+pub mod trace;
 
 pub use error::{Error, Result};
 pub use layer::{
