@@ -59,6 +59,9 @@ pub(crate) struct Args {
     /// --saved-rows 0 and all]
     #[arg(long)]
     memory: bool,
+    /// With --device cuda: only compile the kernels that are needed, into the cache; needs no GPU
+    #[arg(long)]
+    compile_only: bool,
     /// Print one JSON object a line
     #[arg(long)]
     json: bool,
@@ -147,6 +150,12 @@ pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
     }
     if args.memory {
         args.knobs.minibatch_rows = args.knobs.minibatch_rows.or(Some(kodkod::ROW_BLOCK));
+    }
+    if args.compile_only {
+        if !on_gpu {
+            bail!("--compile-only is for --device cuda");
+        }
+        return cuda::compile(&args);
     }
     args.check()?;
     if on_gpu {

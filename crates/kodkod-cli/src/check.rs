@@ -246,12 +246,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         return gpu::compile_part(&args, part, of);
     }
     if on_gpu() {
+        // What is missing is said once and at once, not in every row.
+        if !args.compile_only {
+            Config::even(1, 1).group()?;
+        }
         gpu::compile_all()?;
         if args.compile_only {
             return Ok(ExitCode::SUCCESS);
         }
-        // What is missing is said once, not in every row.
-        Config::even(1, 1).group()?;
     }
     let mut jobs = jobs(&args);
     if let Some(text) = &args.filter {

@@ -54,3 +54,16 @@ fn a_filter_that_no_row_has_is_bad_input() {
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("no such row"));
 }
+
+/// Where there is a GPU this runs on it.
+#[test]
+fn a_gpu_or_what_is_missing_for_one() {
+    let output = check(&["--device", "cuda", "--filter", "case-06"]);
+    let err = String::from_utf8_lossy(&output.stderr);
+    println!("{err}");
+    match output.status.code() {
+        Some(0) => assert!(String::from_utf8_lossy(&output.stdout).contains("1 of 1 rows right")),
+        Some(2) => assert!(["NVRTC", "--device cpu"].iter().any(|word| err.contains(word)), "{err}"),
+        other => panic!("exit status {other:?}"),
+    }
+}

@@ -1,7 +1,7 @@
 //! A layer on a GPU, for rows and weights that the caller has in the host's memory: copied there, computed, copied back.
 //!
-//! A layer keeps its kernels and buffers on the GPU for the token counts that it saw last, so a step like the one before
-//! allocates nothing. A backward finds what its forward left there; where another forward came between, it runs its own
+//! A layer keeps its kernels and buffers on the GPU for the token counts that it saw last, and leaves them to the group
+//! when it goes, so a step like the one before allocates nothing. A backward finds what its forward left there; where another forward came between, it runs its own
 //! forward again, which gives the same bits.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,13 +14,22 @@ use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, new_gra
 
 /// Most virtual ranks of one GPU.
 const MOST_RANKS: usize = 8;
-/// Splits of tokens that a layer keeps buffers for.
+/// Splits of tokens that a layer keeps buffers for; as many are kept of layers that are gone.
 const MOST_HELD: usize = 2;
 
 /// Ranks that share one GPU.
 pub(crate) struct CudaGroup {
+    /// Of layers that are gone, the last first. Dropped before the device, and with it the GPU's context.
+    spare: Mutex<Vec<Held>>,
     pub(crate) device: Arc<Device>,
     pub(crate) ranks: usize,
+}
+
+impl Drop for CudaGroup {
+    fn drop(&mut self) {
+        // Buffers are freed in the context that is current. A failure has nobody to tell.
+        let _ = self.device.make_current();
+    }
 }
 
 impl CudaGroup {
@@ -28,7 +37,7 @@ impl CudaGroup {
         if ranks == 0 || ranks > MOST_RANKS {
             return Err(Error::invalid("ranks", ranks, format!("1 to {MOST_RANKS} are allowed on a GPU")));
         }
-        Ok(CudaGroup { device: Device::new(device)?, ranks })
+        Ok(CudaGroup { spare: Mutex::default(), device: Device::new(device)?, ranks })
     }
 }
 
@@ -44,6 +53,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// A layer's memory on the GPU, for one split of tokens.
 struct Held {
+    shape: Shape,
+    knobs: Knobs,
     tokens: Vec<usize>,
     layer: CudaLayer,
     step: DeviceStep,
@@ -55,7 +66,7 @@ struct Held {
 
 /// A layer of a shape on the ranks of a GPU.
 pub(crate) struct OnGpu {
-    /// The last used first. Dropped before the group, and with it the GPU's context.
+    /// The last used first.
     held: Mutex<Vec<Held>>,
     group: Arc<CudaGroup>,
     shape: Shape,
@@ -158,7 +169,19 @@ impl OnGpu {
             Some(at) => all[..=at].rotate_right(1),
             None => {
                 all.truncate(MOST_HELD - 1);
+                let mut spare = lock(&self.group.spare);
+                let fits = |held: &Held| {
+                    held.tokens == tokens && held.shape == self.shape && held.knobs == self.knobs
+                };
+                if let Some(at) = spare.iter().position(fits) {
+                    all.insert(0, spare.remove(at));
+                    return Ok(&mut all[0]);
+                }
+                // What nobody uses makes room.
+                spare.clear();
                 let held = Held {
+                    shape: self.shape.clone(),
+                    knobs: self.knobs,
                     layer: CudaLayer::new(&self.group.device, &self.shape, &self.knobs, &tokens)?,
                     // A dy comes with the backward.
                     step: DeviceStep::new(&self.shape, x, x, routing.ids(), routing.weights())?,
@@ -178,6 +201,9 @@ impl Drop for OnGpu {
     fn drop(&mut self) {
         // Buffers are freed in the context that is current. A failure has nobody to tell.
         let _ = self.group.device.make_current();
+        let mut spare = lock(&self.group.spare);
+        spare.splice(0..0, lock(&self.held).drain(..));
+        spare.truncate(MOST_HELD);
     }
 }
 

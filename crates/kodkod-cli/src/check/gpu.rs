@@ -2,7 +2,7 @@
 //! that stalls there.
 
 use std::collections::BTreeMap;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -29,13 +29,15 @@ pub(super) fn compile_all() -> anyhow::Result<()> {
         .map(|part| {
             let mut command = Command::new(&program);
             command.args(std::env::args_os().skip(1)).arg("--compile-part").arg(format!("{part}/{cores}"));
-            command.spawn().context("a process to compile in")
+            command.stderr(Stdio::piped()).spawn().context("a process to compile in")
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
     // All are waited for, so that none is left behind.
-    let statuses: Vec<_> = parts.into_iter().map(|mut part| part.wait()).collect();
-    for status in statuses {
-        anyhow::ensure!(status?.success(), "the kernels could not be compiled");
+    let outputs: Vec<_> = parts.into_iter().map(|part| part.wait_with_output()).collect();
+    for output in outputs {
+        let output = output?;
+        let words = String::from_utf8_lossy(&output.stderr);
+        anyhow::ensure!(output.status.success(), "{}", words.trim().trim_start_matches("error: "));
     }
     eprintln!("kernels compiled, or found in the cache, in {:.1} s", start.elapsed().as_secs_f64());
     Ok(())
