@@ -36,9 +36,16 @@ struct Backward {
         }
     }
 
+    // DHidden's g and u come through stages of their own, 64 columns of both in each.
+    static __device__ __forceinline__ u32 extra(const Work& w) {
+        if (w.task.kind != program::D_HIDDEN) return 0;
+        u32 width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
+        return min(4u, (width - w.task.b * 256 + 63) / 64);
+    }
+
     static __device__ __forceinline__ void produce(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, const Work& w) {
         u32 shared = w.expert >= LOCAL, expert = shared ? 0 : w.expert, width = shared ? SHARED_SIZE : INNER_SIZE;
-        u32 kind = w.task.kind, kept = w.kept, ring = w.ring, blocks = w.blocks, tile = w.task.b;
+        u32 kind = w.task.kind, kept = w.kept, ring = w.ring, blocks = w.blocks, extra = w.extra, tile = w.task.b;
         u32 m0 = w.task.tile_m * 128, n0 = w.task.tile_n * 256, weight = w.task.weight;
         for (u32 k = 0; k < blocks; k++) {
             gemm::begin_stage(s.stages, at);
@@ -69,6 +76,13 @@ struct Backward {
             }
             at.next();
         }
+        for (u32 quarter = 0; quarter < extra; quarter++) {
+            gemm::begin_stage(s.stages, at, 2 * 128 * 64 * 2);
+            char* g = stages + at.stage * gemm::STAGE_BYTES;
+            ptx::tile_load(g, &p.g, &s.stages.full[at.stage], tile * 256 + quarter * 64, kept);
+            ptx::tile_load(g + 128 * 64 * 2, &p.u, &s.stages.full[at.stage], tile * 256 + quarter * 64, kept);
+            at.next();
+        }
     }
 
     static __device__ __forceinline__ float factor(const PassParams& p, uint2 source) {
@@ -90,20 +104,7 @@ struct Backward {
         return sum;
     }
 
-    // Asks for the tile's g and u while its product runs: 16 rows of 512 bytes of each, a line a lane.
-    static __device__ __forceinline__ void prefetch_gate_up(const PassParams& p, const Work& w, u32 row0) {
-        u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            u32 row = row0 + i * 8 + lane / 4, col = w.task.b * 256 + lane % 4 * 64;
-            if (col >= width) break;
-            u64 at = u64(w.kept + row) * WIDTH + col;
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.kept_g + at));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.kept_u + at));
-        }
-    }
-
-    static __device__ __forceinline__ void store_d_hidden(const PassParams& p, char* buffer, const float (&acc)[128], const Work& w, u32 row0) {
+    static __device__ __forceinline__ void store_d_hidden(const PassParams& p, gemm::Stages& s, const char* stages, gemm::Cursor& at, char* buffer, const float (&acc)[128], const Work& w, u32 row0) {
         u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
         const uint2* sources = p.sources + w.task.a * 128 + row0 + lane / 4;
         float weight[2] = {factor(p, sources[0]), factor(p, sources[8])}, sum[2] = {};
@@ -117,8 +118,14 @@ struct Backward {
                 return [=](u32 r) { return at + u64(r) * WIDTH; };
             };
             Piece g, u, wh;
-            load_piece(buffer, g, columns, rows(p.kept_g, w.kept));
-            load_piece(buffer + 2048, u, columns, rows(p.kept_u, w.kept));
+            ptx::barrier_wait(&s.full[at.stage], at.phase);
+            __syncwarp();
+            char* stage = const_cast<char*>(stages) + at.stage * gemm::STAGE_BYTES + row0 * 128;
+            read_piece(stage, g);
+            read_piece(stage + 128 * 64 * 2, u);
+            __syncwarp();
+            if (lane == 0) ptx::barrier_arrive(&s.empty[at.stage]);
+            at.next();
 #pragma unroll
             for (u32 j = 0; j < 8; j++) {
 #pragma unroll
@@ -250,9 +257,8 @@ struct Backward {
         Tracer tracer;
         maybe_hang(p, w.task);
         if (w.task.kind == program::D_HIDDEN) {
-            prefetch_gate_up(p, w, row0);
             gemm::consume<0, 1>(acc, s.stages, at, stages, group, w.blocks, true);
-            store_d_hidden(p, buffer, acc, w, row0);
+            store_d_hidden(p, s.stages, stages, at, buffer, acc, w, row0);
         } else if (w.task.kind == program::D_INPUT) {
             gemm::consume<0, 1>(acc, s.stages, at, stages, group, w.blocks, true);
             push<false>(p, buffer, acc, w, row0);
@@ -316,8 +322,7 @@ struct Backward {
             u32 t = first + i / VECTORS, v = i % VECTORS;
             const uint4* slots = reinterpret_cast<const uint4*>(p.combine[rank]) + u64(t) * SLOTS * VECTORS + v;
             float sum[8] = {};
-            auto add = [&](u32 k) {
-                uint4 d = __ldcg(slots + k * VECTORS);
+            auto add = [&](uint4 d) {
                 u32 pairs[4] = {d.x, d.y, d.z, d.w};
 #pragma unroll
                 for (u32 c = 0; c < 4; c++) {
@@ -325,10 +330,17 @@ struct Backward {
                     sum[2 * c + 1] = __fadd_rn(sum[2 * c + 1], high(pairs[c]));
                 }
             };
-            if (SHARED_SIZE > 0) add(TOP_K);
+            if (SHARED_SIZE > 0) add(__ldcg(slots + TOP_K * VECTORS));
 #pragma unroll
-            for (u32 k = 0; k < TOP_K; k++) {
-                if (p.ids[t * TOP_K + k] >= 0) add(k);
+            for (u32 k0 = 0; k0 < TOP_K; k0 += 8) {
+                // Loads first, those of slots that no route filled too: many under way at once.
+                uint4 d[8];
+#pragma unroll
+                for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) d[k] = __ldcg(slots + (k0 + k) * VECTORS);
+#pragma unroll
+                for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) {
+                    if (p.ids[t * TOP_K + k0 + k] >= 0) add(d[k]);
+                }
             }
             if (HAS_OUTPUT_GATE) {
                 float slope = gate_slope(__ldcg(p.d_w[rank] + t * SLOTS + TOP_K), __ldg(p.output_gates[rank] + t));

@@ -19,6 +19,8 @@ struct Forward {
         return (w.task.kind == program::GATE_UP ? HIDDEN_SIZE : width) / 64;
     }
 
+    static __device__ __forceinline__ u32 extra(const Work&) { return 0; }
+
     static __device__ __forceinline__ void produce(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, const Work& w) {
         u32 shared = w.expert >= LOCAL, expert = shared ? 0 : w.expert, tile = w.task.b;
         bool gate_up = w.task.kind == program::GATE_UP;
@@ -67,8 +69,7 @@ struct Forward {
             u32 t = first + i / VECTORS, v = i % VECTORS;
             const uint4* slots = reinterpret_cast<const uint4*>(p.combine[rank]) + u64(t) * SLOTS * VECTORS + v;
             float sum[8] = {};
-            auto add = [&](u32 k, float w) {
-                uint4 y = __ldcg(slots + k * VECTORS);
+            auto add = [&](uint4 y, float w) {
                 u32 pairs[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
                 for (u32 c = 0; c < 4; c++) {
@@ -76,10 +77,17 @@ struct Forward {
                     sum[2 * c + 1] = __fadd_rn(sum[2 * c + 1], __fmul_rn(w, high(pairs[c])));
                 }
             };
-            if (SHARED_SIZE > 0) add(TOP_K, HAS_OUTPUT_GATE ? __ldcg(p.output_gates[rank] + t) : 1.0f);
+            if (SHARED_SIZE > 0) add(__ldcg(slots + TOP_K * VECTORS), HAS_OUTPUT_GATE ? __ldcg(p.output_gates[rank] + t) : 1.0f);
 #pragma unroll
-            for (u32 k = 0; k < TOP_K; k++) {
-                if (p.ids[t * TOP_K + k] >= 0) add(k, p.factors[rank][t * TOP_K + k]);
+            for (u32 k0 = 0; k0 < TOP_K; k0 += 8) {
+                // Loads first, those of slots that no route filled too: many under way at once.
+                uint4 y[8];
+#pragma unroll
+                for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) y[k] = __ldcg(slots + (k0 + k) * VECTORS);
+#pragma unroll
+                for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) {
+                    if (p.ids[t * TOP_K + k0 + k] >= 0) add(y[k], p.factors[rank][t * TOP_K + k0 + k]);
+                }
             }
             reinterpret_cast<uint4*>(p.out)[u64(t) * VECTORS + v] =
                 make_uint4(pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));

@@ -36,9 +36,10 @@ struct Stamp {
 
 // Index 0 of a pair: the routed experts; 1: the shared.
 struct PassParams {
-    // Boxes of 64 columns: 128 rows of x, h, dy, dg, du, gate, up; 256 rows of down; `_cols`: 64 rows.
+    // Boxes of 64 columns: 128 rows of x, g, u, h, dy, dg, du, gate, up; 256 rows of down; `_cols`: 64 rows.
     TensorMap x, h, gate[2], up[2], down[2];
     TensorMap dy, dg, du, gate_cols[2], up_cols[2], down_cols[2], x_cols, dy_cols, dg_cols, du_cols, wh_cols;
+    TensorMap g, u;
     const program::Program* program;
     const uint2* sources;
     u32* counters;

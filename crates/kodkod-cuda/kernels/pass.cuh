@@ -13,6 +13,7 @@ struct Work {
     u32 more;        // 0: there is no other
     u32 rows;        // of the block, padding not counted; 128 where rows are not M
     u32 blocks;      // of K
+    u32 extra;       // stages after those, for the epilogue
     u32 kept, ring;  // first rows of its slots
     u32 expert;
 };
@@ -23,6 +24,7 @@ struct Shared {
     u64 row_full[48];
     Work work[2];
     program::Task comm;
+    program::Step steps[2];
     u32 more;
 };
 constexpr u32 STORE_BYTES = 8 * 4096;  // of each consumer warp, 16 rows of 64 columns, twice
@@ -119,24 +121,13 @@ __device__ __forceinline__ void store_piece(char* buffer, const Piece& v, u32 co
     __syncwarp();
 }
 
-// The reverse; what lies beyond `columns` is zero.
-template <typename D>
-__device__ __forceinline__ void load_piece(char* buffer, Piece& v, u32 columns, const D& address) {
-    u32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        u32 r = i * 4 + lane / 8, group = lane % 8;
-        uint4 row = make_uint4(0, 0, 0, 0);
-        if (group * 8 < columns) row = __ldcg(reinterpret_cast<const uint4*>(address(r) + group * 8));
-        *reinterpret_cast<uint4*>(buffer + r * 128 + (group ^ (r % 8)) * 16) = row;
-    }
-    __syncwarp();
+// The reverse, from rows that the copy engine has left in shared memory in the same swizzle.
+__device__ __forceinline__ void read_piece(char* rows, Piece& v) {
 #pragma unroll
     for (u32 j = 0; j < 8; j += 2) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v[j][0]), "=r"(v[j][1]), "=r"(v[j + 1][0]), "=r"(v[j + 1][1]) : "r"(matrix_at(buffer, j)) : "memory");
+                     : "=r"(v[j][0]), "=r"(v[j][1]), "=r"(v[j + 1][0]), "=r"(v[j + 1][1]) : "r"(matrix_at(rows, j)) : "memory");
     }
-    __syncwarp();
 }
 
 // Rows of `block` whose tokens `source` holds, copied into its slots; the rank's own task also zeroes the padding rows,
@@ -359,6 +350,7 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
     u32 rank = q.rank, group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         gemm::init(s.stages);
+        s.steps[0] = s.steps[1] = program::Step();
         for (u32 i = 0; i < 2; i++) {
             ptx::barrier_init(&s.work_full[i], 1);
             ptx::barrier_init(&s.work_empty[i], 1);
@@ -377,7 +369,7 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
             u64 ticket = first + atomicAdd(p.tickets + counter, 1);
             s.more = ticket < end;
             if (s.more) {
-                program::decode(q, program::COMM, ticket, s.comm);
+                program::decode(q, program::COMM, ticket, s.steps[program::COMM], s.comm);
                 s.more = wait_all(p, q, s.comm);
             }
         }
@@ -407,12 +399,13 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                 u64 ticket = atomicAdd(p.tickets + 1, 1);
                 w.more = ticket < end;
                 if (w.more) {
-                    program::decode(q, program::COMPUTE, ticket, w.task);
+                    program::decode(q, program::COMPUTE, ticket, s.steps[program::COMPUTE], w.task);
                     u32 block = w.task.kind == program::W_GRAD ? w.task.run.block : w.task.a;
                     w.expert = w.task.kind == program::W_GRAD ? w.task.run.expert : program::expert_of(q, block);
                     w.kept = program::kept_row(q, block);
                     w.ring = program::ring_row(q, block);
                     w.blocks = Ops::blocks(q, w);
+                    w.extra = Ops::extra(w);
                     w.rows = w.task.kind < program::W_GRAD ? program::rows_in(q, block) : 128;
                     w.more = wait_all(p, q, w.task);
                 }
@@ -439,6 +432,8 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                 ptx::barrier_arrive(&s.work_empty[n % 2]);
             }
         }
+        __syncwarp();
+        ptx::registers_grow<168>();
     } else {
         ptx::registers_grow<224>();
         gemm::Cursor at;
@@ -451,9 +446,10 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
             if (!w.more) break;
             // Padding rows of a forward are never read; a weight gradient reads those of the backward, up to the next 64.
             if ((group - 1) * 64 < w.rows) Ops::consume(p, s, stages, at, acc, w, group - 1, buffer, row0);
-            else gemm::skip(s.stages, at, w.blocks);
+            else gemm::skip(s.stages, at, w.blocks + w.extra);
             ptx::barrier_arrive(&s.work_done[n % 2]);
         }
+        ptx::registers_shrink<168>();
     }
 
     u64 all = program::tickets(q, program::COMM);

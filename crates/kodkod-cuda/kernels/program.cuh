@@ -65,6 +65,9 @@ __host__ __device__ inline u32 blocks(const Program& p) { return p.layout.first_
 __host__ __device__ inline u32 routed_blocks(const Program& p) { return p.layout.first_block[p.layout.routed]; }
 __host__ __device__ inline u32 runs(const Program& p) { return p.layout.first_run[p.layout.experts]; }
 
+// A quotient that fits 32 bits; long division is slow on a GPU, and rarely needed.
+__host__ __device__ inline u32 divide(u64 a, u32 b) { return a >> 32 ? u32(a / b) : u32(a) / b; }
+
 // The last entry of `first` that is not beyond `value`.
 __host__ __device__ inline u32 last_at_most(const u32* first, u32 n, u32 value) {
     u32 low = 0, high = n + 1;
@@ -126,7 +129,7 @@ __host__ __device__ inline u64 tiles_before(const Program& p, const u32 (&tiles)
 }
 // Blocks that are visited together, tile by tile: the tiles under way share weights as well as rows.
 __host__ __device__ inline void grouped(u32 first, u32 after, u32 tiles, u64 local, u32& block, u32& tile) {
-    u32 group = u32(local / (u64(GROUP) * tiles)) * GROUP, within = u32(local - u64(group) * tiles);
+    u32 group = divide(local, GROUP * tiles) * GROUP, within = u32(local - u64(group) * tiles);
     u32 blocks = min_(after - first - group, GROUP);
     block = first + group + within % blocks;
     tile = within / blocks;
@@ -184,12 +187,14 @@ __host__ __device__ inline void comm_task(const Program& p, u32 minibatch, u32 l
     }
 }
 
-__host__ __device__ inline void wgrad_task(const Program& p, u32 minibatch, u64 local, Task& t) {
-    u32 routed_runs = p.layout.first_run[p.layout.routed], first_run = runs_before(p, minibatch);
-    u64 here_ = routed_runs > first_run ? routed_runs - first_run : 0, tiles = wgrad_tiles(p, 0);
+__host__ __device__ inline void wgrad_task(const Program& p, u32 minibatch, u32 first_run, u64 local, Task& t) {
+    u32 routed_runs = p.layout.first_run[p.layout.routed];
+    u64 here_ = routed_runs > first_run ? routed_runs - first_run : 0;
+    u32 tiles = wgrad_tiles(p, 0);
     u32 shared = local >= here_ * tiles;
-    u32 tile = shared ? u32(local - here_ * tiles) : u32(local % tiles);
-    t.run = run_at(p, shared ? first_run + u32(here_) : first_run + u32(local / tiles));
+    u32 in_run = shared ? u32(here_) : divide(local, tiles);
+    u32 tile = u32(local - u64(in_run) * tiles);
+    t.run = run_at(p, first_run + in_run);
     Grid gate = p.gate_grid[shared], down = p.down_grid[shared];
     u32 gates = gate.m * gate.n, downs = down.m * down.n, in = tile;
     Grid grid = gate;
@@ -209,7 +214,7 @@ __host__ __device__ inline void wgrad_task(const Program& p, u32 minibatch, u64 
     if (shared && ends && p.chain_next < p.ranks) t.arrives[1] = {AT, p.chain_next, {CHAIN, tile}};
 }
 
-__host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u64 local, Task& t) {
+__host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u32 first_run, u64 local, Task& t) {
     u32 first = minibatch * p.per_minibatch, after = block_after(p, minibatch);
     bool replayed = p.pass == BACKWARD && minibatch >= p.kept;
     Arrive pushes = {PUSHES, blocks(p) * p.hidden_tiles, {DONE, 0}};
@@ -251,14 +256,33 @@ __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u6
         t.arrives[1] = pushes;
         return;
     }
-    wgrad_task(p, minibatch, local - outer, t);
+    wgrad_task(p, minibatch, first_run, local - outer, t);
 }
 
-__host__ __device__ inline void decode(const Program& p, u32 stream, u64 ticket, Task& t) {
+// A minibatch's place among the tickets of a stream. Who draws tickets in ascending order keeps it from one to the next:
+// most are of the same minibatch.
+struct Step {
+    u64 begin = 0, end = 0, past = ~u64(0);  // of this minibatch; of all
+    u32 minibatch = 0, first_run = 0;
+};
+
+__host__ __device__ inline void enter(const Program& p, u32 stream, u64 ticket, Step& at) {
+    u32 step = 0, end = p.minibatches;
+    while (end - step > 1) {
+        u32 middle = step + (end - step) / 2;
+        if (before(p, stream, middle) <= ticket) step = middle; else end = middle;
+    }
+    at.begin = before(p, stream, step);
+    at.end = before(p, stream, step + 1);
+    at.minibatch = p.pass == FORWARD ? p.minibatches - 1 - step : step;
+    at.first_run = p.pass == BACKWARD && stream == COMPUTE ? runs_before(p, at.minibatch) : 0;
+}
+
+__host__ __device__ inline void decode(const Program& p, u32 stream, u64 ticket, Step& at, Task& t) {
     t = {};
-    u64 past = before(p, stream, p.minibatches);
-    if (ticket >= past) {
-        t.a = u32(ticket - past);
+    if (at.past == ~u64(0)) at.past = before(p, stream, p.minibatches);
+    if (ticket >= at.past) {
+        t.a = u32(ticket - at.past);
         if (stream == COMM) {
             t.kind = p.pass == FORWARD ? REDUCE : REDUCE_GRAD;
             t.waits[0] = {{DONE, 0}, p.pushing};
@@ -268,15 +292,9 @@ __host__ __device__ inline void decode(const Program& p, u32 stream, u64 ticket,
         }
         return;
     }
-    u32 step = 0, end = p.minibatches;
-    while (end - step > 1) {
-        u32 middle = step + (end - step) / 2;
-        if (before(p, stream, middle) <= ticket) step = middle; else end = middle;
-    }
-    u64 local = ticket - before(p, stream, step);
-    u32 minibatch = p.pass == FORWARD ? p.minibatches - 1 - step : step;
-    if (stream == COMM) comm_task(p, minibatch, u32(local), t);
-    else compute_task(p, minibatch, local, t);
+    if (ticket < at.begin || ticket >= at.end) enter(p, stream, ticket, at);
+    if (stream == COMM) comm_task(p, at.minibatch, u32(ticket - at.begin), t);
+    else compute_task(p, at.minibatch, at.first_run, ticket - at.begin, t);
 }
 
 // Where a block's rows lie: in the slots that keep x, g, u, and in the ring.

@@ -657,6 +657,8 @@ impl CudaLayer {
         p.map(&map(memory.dg.address(), rows(&memory.dg, width), width, 64)?);
         p.map(&map(memory.du.address(), rows(&memory.du, width), width, 64)?);
         p.map(&map(memory.h.address(), rows(&memory.h, width), width, 64)?);
+        p.map(&map(memory.g.address(), rows(&memory.g, width), width, 128)?);
+        p.map(&map(memory.u.address(), rows(&memory.u, width), width, 128)?);
 
         let starts = self.token_starts();
         let at = |base: u64, rank: usize, bytes: usize| base + (starts[rank] * bytes) as u64;

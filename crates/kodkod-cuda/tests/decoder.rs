@@ -20,7 +20,15 @@ using namespace program;
 extern "C" {
 u64 size_of(u32 which) { return which == 0 ? sizeof(Program) : sizeof(Task); }
 u64 tickets_of(const Program* p, u32 stream) { return tickets(*p, stream); }
-void decode_at(const Program* p, u32 stream, u64 ticket, Task* t) { decode(*p, stream, ticket, *t); }
+// As a worker does: the step is kept from ticket to ticket of a program's stream.
+void decode_at(const Program* p, u32 stream, u64 ticket, Task* t) {
+    static Step at;
+    static const Program* last;
+    static u32 last_stream;
+    if (ticket == 0 || p != last || stream != last_stream) at = Step();
+    last = p, last_stream = stream;
+    decode(*p, stream, ticket, at, *t);
+}
 u32 place_of(const Program* p, u32 name, u32 index) { return place(*p, {name, index}); }
 u32 row_of(const Program* p, u32 which, u32 block) {
     return which == 0 ? kept_row(*p, block) : which == 1 ? ring_row(*p, block) : which == 2 ? rows_in(*p, block) : expert_of(*p, block);

@@ -77,9 +77,9 @@ __device__ __forceinline__ void skip(Stages& s, Cursor& at, u32 blocks) {
 }
 
 // The producer's turn at a stage: waits until it is empty and announces its bytes.
-__device__ __forceinline__ void begin_stage(Stages& s, const Cursor& at) {
+__device__ __forceinline__ void begin_stage(Stages& s, const Cursor& at, u32 bytes = STAGE_BYTES) {
     ptx::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
-    ptx::barrier_expect(&s.full[at.stage], STAGE_BYTES);
+    ptx::barrier_expect(&s.full[at.stage], bytes);
 }
 
 }  // namespace gemm
