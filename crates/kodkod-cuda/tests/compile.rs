@@ -16,12 +16,12 @@ const PASS_REGISTERS: u32 = 168;
 const SCHEDULE_REGISTERS: u32 = 128;
 
 /// Bytes of stores and of loads that a thread may spill. The plan is none. What is allowed here is what the kernels do
-/// today, so that it does not grow unseen; lower it where a kernel gets better.
-fn spills_allowed(source: Source) -> u32 {
+/// today in the worst variant, so that it does not grow unseen; lower it where a kernel gets better.
+fn spills_allowed(source: Source) -> (u32, u32) {
     match source {
-        Source::Schedule => 0,
-        Source::Forward => 8,
-        Source::Backward => 400,
+        Source::Schedule => (0, 0),
+        Source::Forward => (8, 8),
+        Source::Backward => (256, 424),
     }
 }
 
@@ -113,15 +113,15 @@ fn kernels_compile_within_their_registers() {
                     }
                     let registers =
                         if source == Source::Schedule { SCHEDULE_REGISTERS } else { PASS_REGISTERS };
-                    let spills = spills_allowed(source);
+                    let (stores, loads) = spills_allowed(source);
                     for u in usages {
                         println!(
-                            "{name}: {} takes {} registers (allowed {registers}), spills {} + {} bytes (allowed {spills} \
-                             each); the file took {seconds:.1} s, {} bytes",
+                            "{name}: {} takes {} registers (allowed {registers}), spills {} + {} bytes (allowed {stores} + \
+                             {loads}); the file took {seconds:.1} s, {} bytes",
                             u.kernel, u.registers, u.spill_stores, u.spill_loads, cubin.code.len()
                         );
-                        if u.registers > registers || u.spill_stores > spills || u.spill_loads > spills {
-                            miss(format!("{name}: {u:?}: {registers} registers, {spills} bytes are allowed"));
+                        if u.registers > registers || u.spill_stores > stores || u.spill_loads > loads {
+                            miss(format!("{name}: {u:?}: {registers} registers, {stores} and {loads} bytes are allowed"));
                         }
                     }
                     for line in cubin.log.lines().filter(|l| l.contains("wgmma") || l.contains("warning")) {
