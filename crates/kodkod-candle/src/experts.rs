@@ -45,12 +45,10 @@ impl ExpertWeights {
         let (e, h, i) = (shape.experts, shape.hidden, shape.intermediate);
         let weight = |name: &str, dims: &[usize]| {
             let stdev = (dims[dims.len() - 1].max(1) as f64).powf(-0.5);
-            vb.get_with_hints(dims, name, Init::Randn { mean: 0.0, stdev })?
-                .to_dtype(DType::F32)
+            vb.get_with_hints(dims, name, Init::Randn { mean: 0.0, stdev })?.to_dtype(DType::F32)
         };
         let bias = |name: &str, dims: &[usize]| {
-            vb.get_with_hints(dims, name, Init::Const(0.0))?
-                .to_dtype(DType::F32)
+            vb.get_with_hints(dims, name, Init::Const(0.0))?.to_dtype(DType::F32)
         };
         let biases = match shape.biases {
             true => Some(Biases {
@@ -61,11 +59,7 @@ impl ExpertWeights {
             false => None,
         };
         let shared = |s: kodkod::Shared| -> Result<_> {
-            let gate = if s.output_gate {
-                Some(weight("shared_output_gate", &[1, h])?)
-            } else {
-                None
-            };
+            let gate = if s.output_gate { Some(weight("shared_output_gate", &[1, h])?) } else { None };
             Ok(SharedWeights {
                 gate: weight("shared_gate", &[s.intermediate, h])?,
                 up: weight("shared_up", &[s.intermediate, h])?,
@@ -121,18 +115,14 @@ impl MoeExperts {
         weights: ExpertWeights,
     ) -> Result<Self> {
         let engine = match precision {
-            Precision::Bf16 => Engine::Bf16(Arc::new(
-                kodkod::MoeLayer::new(group, shape, knobs).map_err(Error::wrap)?,
-            )),
-            Precision::F32 => Engine::F32(Arc::new(
-                kodkod::MoeLayer::new(group, shape, knobs).map_err(Error::wrap)?,
-            )),
+            Precision::Bf16 => {
+                Engine::Bf16(Arc::new(kodkod::MoeLayer::new(group, shape, knobs).map_err(Error::wrap)?))
+            }
+            Precision::F32 => {
+                Engine::F32(Arc::new(kodkod::MoeLayer::new(group, shape, knobs).map_err(Error::wrap)?))
+            }
         };
-        Ok(MoeExperts {
-            weights,
-            ranks: group.ranks(),
-            engine,
-        })
+        Ok(MoeExperts { weights, ranks: group.ranks(), engine })
     }
 
     /// The weights.
@@ -186,18 +176,10 @@ impl MoeExperts {
         let shape = layer.shape();
         let (tokens, hidden) = x.dims2()?;
         if hidden != shape.hidden {
-            bail!(
-                "x is {:?}: the layer needs rows of width {}",
-                x.dims(),
-                shape.hidden
-            )
+            bail!("x is {:?}: the layer needs rows of width {}", x.dims(), shape.hidden)
         }
         if topk_weights.dims() != [tokens, shape.top_k] {
-            bail!(
-                "topk_weights is {:?}: [{tokens}, {}] is needed",
-                topk_weights.dims(),
-                shape.top_k
-            )
+            bail!("topk_weights is {:?}: [{tokens}, {}] is needed", topk_weights.dims(), shape.top_k)
         }
         let mut links: Option<Tensor> = None;
         let mut cells = Vec::new();
@@ -213,9 +195,7 @@ impl MoeExperts {
                 None => link,
             });
         }
-        let Some(links) = links else {
-            bail!("a layer has weights")
-        };
+        let Some(links) = links else { bail!("a layer has weights") };
         let op = ExpertsOp {
             layer: layer.clone(),
             weights: self.weights.clone(),
@@ -225,9 +205,7 @@ impl MoeExperts {
             cells,
         };
         let f32 = |t: &Tensor| t.to_dtype(DType::F32)?.contiguous();
-        f32(x)?
-            .apply_op3(&f32(topk_weights)?, &links, op)?
-            .to_dtype(x.dtype())
+        f32(x)?.apply_op3(&f32(topk_weights)?, &links, op)?.to_dtype(x.dtype())
     }
 }
 
@@ -331,11 +309,7 @@ struct Owned<T> {
 impl<T: Element> Owned<T> {
     fn of(w: &ExpertWeights) -> Result<Self> {
         let biases = w.biases.as_ref().map(|b| -> Result<_> {
-            Ok(Biases {
-                gate: rounded(&b.gate)?,
-                up: rounded(&b.up)?,
-                down: rounded(&b.down)?,
-            })
+            Ok(Biases { gate: rounded(&b.gate)?, up: rounded(&b.up)?, down: rounded(&b.down)? })
         });
         let shared = w.shared.as_ref().map(|s| -> Result<_> {
             let output_gate = s.output_gate.as_ref().map(rounded).transpose()?;
@@ -360,11 +334,7 @@ impl<T: Element> Owned<T> {
             gate: &self.gate,
             up: &self.up,
             down: &self.down,
-            biases: self.biases.as_ref().map(|b| Biases {
-                gate: &b.gate[..],
-                up: &b.up,
-                down: &b.down,
-            }),
+            biases: self.biases.as_ref().map(|b| Biases { gate: &b.gate[..], up: &b.up, down: &b.down }),
             shared: self.shared.as_ref().map(|s| SharedWeights {
                 gate: &s.gate[..],
                 up: &s.up,
@@ -381,10 +351,7 @@ fn rounded<T: Element>(tensor: &Tensor) -> Result<Vec<T>> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
         Storage::Cpu(storage) => Ok(slice(storage, layout)?.iter().map(|&v| T::from_f32(v)).collect()),
-        _ => bail!(
-            "a tensor of an MoE layer is on {:?}: this layer runs on the CPU",
-            tensor.device()
-        ),
+        _ => bail!("a tensor of an MoE layer is on {:?}: this layer runs on the CPU", tensor.device()),
     }
 }
 
@@ -418,16 +385,8 @@ impl<T: Element> CustomOp3 for ExpertsOp<T> {
         let routing = Routing::new(self.layer.shape(), &self.ids, topk_weights, &self.tokens_per_rank);
         let routing = routing.map_err(Error::wrap)?;
         let weights = Owned::of(&self.weights)?;
-        let (y, context) = self
-            .layer
-            .forward(&x, &routing, &weights.view())
-            .map_err(Error::wrap)?;
-        *lock(&self.saved) = Some(Saved {
-            x,
-            routing,
-            weights,
-            context,
-        });
+        let (y, context) = self.layer.forward(&x, &routing, &weights.view()).map_err(Error::wrap)?;
+        *lock(&self.saved) = Some(Saved { x, routing, weights, context });
         Ok((CpuStorage::F32(widened(&y)), x_layout.shape().clone()))
     }
 
@@ -440,28 +399,14 @@ impl<T: Element> CustomOp3 for ExpertsOp<T> {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let saved = lock(&self.saved);
-        let Some(Saved {
-            x: rows,
-            routing,
-            weights,
-            context,
-        }) = &*saved
-        else {
+        let Some(Saved { x: rows, routing, weights, context }) = &*saved else {
             bail!("the backward of an MoE layer ran before its forward")
         };
         let mut gradients = WeightGradients::zeros(self.layer.shape());
         let dy = rounded(dy)?;
         let (dx, d_topk_weights) = self
             .layer
-            .backward(
-                context,
-                &dy,
-                rows,
-                routing,
-                &weights.view(),
-                gradients.as_mut(),
-                false,
-            )
+            .backward(context, &dy, rows, routing, &weights.view(), gradients.as_mut(), false)
             .map_err(Error::wrap)?;
         let tensors = self.weights.links().concat();
         for ((cell, tensor), gradient) in self.cells.iter().zip(tensors).zip(in_order(gradients)) {
@@ -469,11 +414,7 @@ impl<T: Element> CustomOp3 for ExpertsOp<T> {
         }
         Ok((
             Some(Tensor::from_vec(widened(&dx), x.shape(), x.device())?),
-            Some(Tensor::from_vec(
-                d_topk_weights,
-                topk_weights.shape(),
-                x.device(),
-            )?),
+            Some(Tensor::from_vec(d_topk_weights, topk_weights.shape(), x.device())?),
             Some(links.zeros_like()?),
         ))
     }

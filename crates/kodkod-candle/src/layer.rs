@@ -24,12 +24,7 @@ impl MoeConfig {
     /// Softmax router with renormalised weights, bf16, the shape's default knobs; change the fields for more.
     pub fn new(shape: Shape) -> Self {
         let router = RouterConfig::new(shape.experts, shape.top_k);
-        MoeConfig {
-            knobs: Knobs::for_shape(&shape),
-            router,
-            precision: Precision::Bf16,
-            shape,
-        }
+        MoeConfig { knobs: Knobs::for_shape(&shape), router, precision: Precision::Bf16, shape }
     }
 }
 
@@ -57,12 +52,7 @@ impl MoeLayer {
     /// Where a size or knob is not allowed, router and shape disagree, the group's ranks do not divide the
     /// experts, or a tensor is missing or has another shape.
     pub fn new(group: &ExpertGroup, config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
-        let MoeConfig {
-            shape,
-            router,
-            precision,
-            knobs,
-        } = config;
+        let MoeConfig { shape, router, precision, knobs } = config;
         if (router.experts, router.top_k) != (shape.experts, shape.top_k) {
             bail!(
                 "the router chooses {} of {} experts: the shape says {} of {}",
@@ -97,10 +87,7 @@ impl MoeLayer {
     pub fn forward_train(&self, x: &Tensor) -> Result<MoeOutput> {
         let rows = x.flatten_to(x.rank().saturating_sub(2))?;
         let routed = self.router.forward(&rows)?;
-        let y = self
-            .experts
-            .forward(&rows, &routed.ids, &routed.weights)?
-            .reshape(x.shape())?;
+        let y = self.experts.forward(&rows, &routed.ids, &routed.weights)?.reshape(x.shape())?;
         Ok(MoeOutput { y, routed })
     }
 }

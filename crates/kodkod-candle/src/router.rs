@@ -42,13 +42,7 @@ pub struct RouterConfig {
 impl RouterConfig {
     /// Softmax, renormalised, not scaled (Mixtral).
     pub fn new(experts: usize, top_k: usize) -> Self {
-        RouterConfig {
-            experts,
-            top_k,
-            scoring: Scoring::Softmax,
-            renormalize: true,
-            scaling: 1.0,
-        }
+        RouterConfig { experts, top_k, scoring: Scoring::Softmax, renormalize: true, scaling: 1.0 }
     }
 }
 
@@ -84,13 +78,8 @@ impl Router {
         if top_k == 0 || top_k > experts {
             bail!("top_k is {top_k}: a router over {experts} experts can choose 1 to {experts}")
         }
-        let init = Init::Randn {
-            mean: 0.0,
-            stdev: (hidden.max(1) as f64).powf(-0.5),
-        };
-        let weight = vb
-            .get_with_hints((experts, hidden), "weight", init)?
-            .to_dtype(DType::F32)?;
+        let init = Init::Randn { mean: 0.0, stdev: (hidden.max(1) as f64).powf(-0.5) };
+        let weight = vb.get_with_hints((experts, hidden), "weight", init)?.to_dtype(DType::F32)?;
         let bias = match config.scoring {
             Scoring::Softmax => None,
             Scoring::Sigmoid => {
@@ -111,13 +100,7 @@ impl Router {
     /// # Errors
     /// Where `x` has another width, or a score is not a number.
     pub fn forward(&self, x: &Tensor) -> Result<Routed> {
-        let RouterConfig {
-            experts,
-            top_k,
-            scoring,
-            renormalize,
-            scaling,
-        } = self.config;
+        let RouterConfig { experts, top_k, scoring, renormalize, scaling } = self.config;
         let logits = x.to_dtype(DType::F32)?.matmul(&self.weight.t()?)?;
         let scores = match scoring {
             Scoring::Softmax => candle_nn::ops::softmax(&logits, D::Minus1)?,
@@ -125,10 +108,7 @@ impl Router {
         };
         let mut choice = scores.flatten_all()?.to_vec1::<f32>()?;
         if let Some(bias) = self.selection_bias()? {
-            choice
-                .iter_mut()
-                .zip(bias.iter().cycle())
-                .for_each(|(score, b)| *score += b);
+            choice.iter_mut().zip(bias.iter().cycle()).for_each(|(score, b)| *score += b);
         }
         let tokens = scores.dim(0)?;
         let mut ids = Vec::with_capacity(tokens * top_k);
@@ -156,12 +136,7 @@ impl Router {
             weights = (weights * scaling)?;
         }
         let ids = ids.into_iter().map(|id| id as i32).collect();
-        Ok(Routed {
-            ids,
-            weights,
-            scores,
-            load,
-        })
+        Ok(Routed { ids, weights, scores, load })
     }
 
     /// The selection bias `[experts]`, where the scoring has one.
@@ -180,10 +155,7 @@ impl Router {
     pub fn update_bias(&self, load: &[u32], speed: f32) -> Result<()> {
         let experts = self.config.experts;
         if load.len() != experts {
-            bail!(
-                "load has {} elements: one for each of the {experts} experts is needed",
-                load.len()
-            )
+            bail!("load has {} elements: one for each of the {experts} experts is needed", load.len())
         }
         let (Some(var), Some(mut bias)) = (&self.bias, self.selection_bias()?) else {
             return Ok(());
@@ -211,10 +183,7 @@ impl Routed {
     pub fn balance_loss(&self) -> Result<Tensor> {
         let (tokens, experts) = self.scores.dims2()?;
         let routes = self.ids.len().max(1) as f32;
-        let share = self
-            .load
-            .iter()
-            .map(|&n| n as f32 / routes * experts as f32 / tokens.max(1) as f32);
+        let share = self.load.iter().map(|&n| n as f32 / routes * experts as f32 / tokens.max(1) as f32);
         let share = Tensor::from_iter(share, self.scores.device())?;
         let p = self.scores.broadcast_div(&self.scores.sum_keepdim(D::Minus1)?)?;
         p.sum(0)?.mul(&share)?.sum_all()

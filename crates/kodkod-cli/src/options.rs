@@ -19,19 +19,18 @@ pub(crate) struct KnobOptions {
     /// Rows of a rank kept for the backward, the others are computed again [default: all]
     #[arg(long, value_name = "ROWS")]
     pub(crate) saved_rows: Option<usize>,
-    /// Workers that look for communication first in a forward [default: 1; 4 on a GPU]
+    /// Workers that look for communication first in a forward [default: 1; 8 on a GPU]
     #[arg(long, value_name = "N")]
     pub(crate) fwd_comm_sms: Option<usize>,
-    /// Workers that look for communication first in a backward [default: 1; 4 on a GPU]
+    /// Workers that look for communication first in a backward [default: 1; 8 on a GPU]
     #[arg(long, value_name = "N")]
     pub(crate) bwd_comm_sms: Option<usize>,
 }
 
 impl KnobOptions {
-    /// The knobs for a shape on the CPU.
-    fn knobs(&self, shape: &Shape) -> Knobs {
-        let mut knobs =
-            Knobs::for_shape(shape).with_rows(self.minibatch_rows, self.ring_rows, self.saved_rows);
+    /// The defaults, where the options do not say otherwise.
+    fn over(&self, defaults: Knobs) -> Knobs {
+        let mut knobs = defaults.with_rows(self.minibatch_rows, self.ring_rows, self.saved_rows);
         knobs.fwd_comm_sms = self.fwd_comm_sms.unwrap_or(knobs.fwd_comm_sms);
         knobs.bwd_comm_sms = self.bwd_comm_sms.unwrap_or(knobs.bwd_comm_sms);
         knobs
@@ -112,14 +111,9 @@ impl MachineOptions {
 
     /// The knobs of the options for a shape; what is not given follows the shape and the device.
     pub(crate) fn knobs(&self, given: &KnobOptions, shape: &Shape) -> Knobs {
-        let mut knobs = given.knobs(shape);
-        if let Device::Cuda(_) = self.device {
-            knobs.fwd_comm_sms = given.fwd_comm_sms.unwrap_or(GPU_COMM_SMS);
-            knobs.bwd_comm_sms = given.bwd_comm_sms.unwrap_or(GPU_COMM_SMS);
-        }
-        knobs
+        given.over(match self.device {
+            Device::Cpu => Knobs::for_shape(shape),
+            Device::Cuda(_) => Knobs::for_gpu(shape),
+        })
     }
 }
-
-/// SMs of a GPU's rank that move rows before they compute, where the options do not say.
-const GPU_COMM_SMS: usize = 4;

@@ -40,6 +40,17 @@ impl Knobs {
         }
     }
 
+    /// Defaults on a Hopper GPU, from measurement on an H200 (`docs/lab-notes.md`): a minibatch long enough that most
+    /// experts' rows lie in one, since a weight gradient is summed a minibatch at a time, and SMs enough to pull rows
+    /// ahead of the products.
+    pub fn for_gpu(shape: &Shape) -> Self {
+        Knobs {
+            fwd_comm_sms: 8,
+            bwd_comm_sms: 8,
+            ..Self::for_shape(shape).with_rows(Some(16384), None, None)
+        }
+    }
+
     /// The defaults, with the rows that the caller gave; what was not given follows what was.
     pub fn with_rows(mut self, minibatch: Option<usize>, ring: Option<usize>, saved: Option<usize>) -> Self {
         match (minibatch, ring) {
