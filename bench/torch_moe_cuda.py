@@ -4,9 +4,9 @@
     python bench/torch_moe_cuda.py --shape olmoe-1b-7b,kimi-slice --tokens 8192 --json
 
 Rows sorted by expert, three grouped GEMMs (`torch._grouped_mm`), silu(g) * u between them, rows put back in the tokens'
-order and summed with the router's weights; bf16, autograd. Nothing is copied to the host. Inputs are like those of `kodkod
-bench`: normal rows, weights of variance 1 / fan-in, different experts a token chosen uniformly, softmax weights. FLOPs:
-6 tokens top_k hidden intermediate for a forward, three times that for forward and backward.
+order and summed with the router's weights; bf16, autograd. Inputs are like those of `kodkod bench`: normal rows, weights of
+variance 1 / fan-in, different experts a token chosen uniformly, softmax weights. FLOPs: 6 tokens top_k hidden intermediate
+for a forward, three times that for forward and backward.
 
 Every figure is the median of `--repeat` runs by CUDA events, after `--warmup` others. The forward runs without autograd; a
 backward's gradients are dropped after each run, which is what an optimiser with set_to_none=True leaves. The first line is
