@@ -76,10 +76,11 @@ pub(crate) struct MachineOptions {
     /// Where the ranks run: cpu, cuda or cuda:N; all ranks share the one GPU, which computes in bf16
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub(crate) device: Device,
-    /// Worker threads of the CPU [default: one a core]
+    /// Worker threads of the CPU; 0 is one a core [default: 0]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
-    /// Instruction set of the CPU's GEMMs: avx512-bf16, avx2 or scalar [default: the best here]
+    /// Instruction set of the CPU's GEMMs: avx512, avx512-bf16, avx2 or scalar [default: the fastest
+    /// here]
     #[arg(long, value_name = "LEVEL")]
     pub(crate) isa: Option<Isa>,
 }

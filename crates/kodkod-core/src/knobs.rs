@@ -21,6 +21,9 @@ pub struct Knobs {
     pub saved_rows: usize,
 }
 
+/// The most rows of a minibatch or of the ring.
+const MOST_ROWS: usize = 1 << 30;
+
 impl Knobs {
     /// As many rows as there are.
     pub const ALL: usize = usize::MAX;
@@ -55,7 +58,9 @@ impl Knobs {
     pub fn with_rows(mut self, minibatch: Option<usize>, ring: Option<usize>, saved: Option<usize>) -> Self {
         match (minibatch, ring) {
             (Some(m), Some(r)) => (self.minibatch_rows, self.ring_rows) = (m, r),
-            (Some(m), None) => (self.minibatch_rows, self.ring_rows) = (m, m.saturating_mul(2)),
+            (Some(m), None) => {
+                (self.minibatch_rows, self.ring_rows) = (m, if m > MOST_ROWS / 2 { m } else { 2 * m })
+            }
             (None, Some(r)) => {
                 // The largest minibatch that is no larger than the default and divides the ring.
                 let fits = |m: &usize| r.is_multiple_of(*m);
@@ -85,18 +90,18 @@ impl Knobs {
             }
         }
         let (m, r) = (self.minibatch_rows, self.ring_rows);
-        if m == 0 || !m.is_multiple_of(ROW_BLOCK) || m > 1 << 30 {
+        if m == 0 || !m.is_multiple_of(ROW_BLOCK) || m > MOST_ROWS {
             return Err(Error::invalid(
                 "minibatch_rows",
                 m,
-                format!("a positive multiple of {ROW_BLOCK} up to {} is needed", 1 << 30),
+                format!("a positive multiple of {ROW_BLOCK} up to {MOST_ROWS} is needed"),
             ));
         }
-        if r == 0 || !r.is_multiple_of(m) || r > 1 << 30 {
+        if r == 0 || !r.is_multiple_of(m) || r > MOST_ROWS {
             return Err(Error::invalid(
                 "ring_rows",
                 r,
-                format!("a positive multiple of minibatch_rows ({m}) up to {} is needed", 1 << 30),
+                format!("a positive multiple of minibatch_rows ({m}) up to {MOST_ROWS} is needed"),
             ));
         }
         Ok(())

@@ -124,7 +124,10 @@ impl Schedule {
 /// # Errors
 /// [`Error::Invalid`] where the ranks do not divide the experts.
 pub fn experts_per_rank(shape: &Shape, ranks: usize) -> Result<usize> {
-    if ranks == 0 || !shape.experts.is_multiple_of(ranks) {
+    if ranks == 0 {
+        return Err(Error::invalid("ranks", ranks, "at least 1 is needed"));
+    }
+    if !shape.experts.is_multiple_of(ranks) {
         let allowed = format!("it must divide the number of experts ({})", shape.experts);
         return Err(Error::invalid("ranks", ranks, allowed));
     }

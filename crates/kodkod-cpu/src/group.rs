@@ -152,6 +152,8 @@ impl CpuGroup {
             Saved { call, shape: shape.clone(), knobs: *knobs, routing: routing.clone(), schedules, rows };
         let mut y = vec![T::default(); x.len()];
         let mut machine = self.lock();
+        // From here on the ring is not what an earlier forward left, also where this one fails.
+        machine.ring_holder = None;
         self.run(&mut machine, &saved, &programs, x, &[], weights, &mut y, &mut [], None, false)?;
         machine.ring_holder = Some(call);
         Ok((y, saved))
@@ -350,5 +352,47 @@ impl<T> Saved<T> {
     /// The shape of the forward.
     pub fn shape(&self) -> &Shape {
         &self.shape
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use kodkod_core::program::Stream;
+
+    use super::*;
+
+    /// A forward that is given up has used the ring: the backward of the one before it must not take its rows for
+    /// its own.
+    #[test]
+    fn a_backward_after_another_forward_failed_computes_its_rows_again() {
+        const TOKENS: usize = 64;
+        let shape = Shape::new(64, 64, 4, 2);
+        let rows = |scale: f32| {
+            (0..TOKENS * 64)
+                .map(|i| bf16::from_f32(scale * ((i % 13) as f32 * 0.1 - 0.6)))
+                .collect::<Vec<_>>()
+        };
+        let (x, other, weight) = (rows(1.0), rows(-3.0), vec![bf16::from_f32(0.03); 4 * 64 * 64]);
+        let weights = Weights { gate: &weight[..], up: &weight, down: &weight, biases: None, shared: None };
+        let ids: Vec<i32> = (0..TOKENS * 2).map(|i| (i * 7 % 4) as i32).collect();
+        let routing = Routing::new(&shape, &ids, &[0.5; TOKENS * 2], &[32, 32]).unwrap();
+        let knobs = Knobs::for_shape(&shape).with_rows(Some(128), Some(256), Some(0));
+        let backward = |spoilt: bool| {
+            let wait_limit = Duration::from_millis(40);
+            let options = CpuOptions { ranks: 2, threads: 2, wait_limit, ..CpuOptions::default() };
+            let mut group = CpuGroup::new(options).unwrap();
+            let (_, saved) = group.forward(&shape, &knobs, &x, &routing, &weights).unwrap();
+            if spoilt {
+                group.options.stall = Some(StallHook { rank: 1, stream: Stream::Compute, ticket: u64::MAX });
+                let error = group.forward(&shape, &knobs, &other, &routing, &weights).err();
+                assert!(matches!(error, Some(Error::Stalled(_))), "{error:?}");
+                group.options.stall = None;
+            }
+            let mut gradients = WeightGradients::zeros(&shape);
+            let (dx, d_w) = group.backward(&saved, &x, &x, &weights, gradients.as_mut(), false).unwrap();
+            (dx, d_w, gradients)
+        };
+        assert!(backward(false) == backward(true), "the ring held the rows of the forward that failed");
     }
 }

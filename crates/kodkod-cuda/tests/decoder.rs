@@ -99,7 +99,8 @@ impl Drop for Folder {
 }
 
 impl Decoder {
-    fn build() -> Self {
+    /// `None` where there is no C++ compiler, unless `KODKOD_REQUIRE_CXX` is set: continuous integration sets it.
+    fn build() -> Option<Self> {
         let folder = Folder(std::env::temp_dir().join(format!("kodkod-decoder-{}", std::process::id())));
         std::fs::create_dir_all(&folder.0).expect("a folder for the build");
         let (source, library) = (folder.0.join("decoder.cpp"), folder.0.join("libdecoder.so"));
@@ -123,14 +124,16 @@ impl Decoder {
                     assert!(output.status.success(), "{compiler} does not compile program.cuh:\n{words}");
                     // SAFETY: the library has no initialisers.
                     let library = unsafe { Library::new(&library) }.expect("the library loads");
-                    return Decoder { library, _folder: folder };
+                    return Some(Decoder { library, _folder: folder });
                 }
             }
         }
-        panic!(
-            "a C++ compiler is needed to test the device's decoder: install g++, or set CXX; {}",
-            tried.join(", ")
+        let tried = tried.join(", ");
+        println!(
+            "NOT RUN: a C++ compiler is needed to test the device's decoder: install g++, or set CXX; {tried}"
         );
+        assert!(std::env::var_os("KODKOD_REQUIRE_CXX").is_none(), "KODKOD_REQUIRE_CXX is set");
+        None
     }
 
     /// # Safety
@@ -368,7 +371,7 @@ type RowOf = extern "C" fn(*const DeviceProgram, u32, u32) -> u32;
 
 #[test]
 fn device_and_host_decode_alike() {
-    let decoder = Decoder::build();
+    let Some(decoder) = Decoder::build() else { return };
     // SAFETY: the types are those of the shim.
     let (bytes_of, tickets_of, decode_at, place_of, row_of) = unsafe {
         (
