@@ -258,6 +258,19 @@ impl Config {
             experts.is_multiple_of(ranks),
             "--ranks is {ranks}: it must divide --experts ({experts}), as every rank holds as many experts"
         );
+        // Each weight with its two moments, its gradient and what an update makes of it, in f32.
+        let Sizes { intermediate, .. } = self.sizes;
+        let weights = layers as f64 * hidden as f64 * (4 * hidden + 3 * experts * intermediate) as f64;
+        if let Some(available) = crate::doctor::available_memory() {
+            ensure!(
+                weights * 20.0 <= available as f64,
+                "the model has {:.1} G weights: they need about {:.0} GB to train, {:.1} GB are available; a smaller \
+                 --hidden, --layers, --experts or --intermediate is needed",
+                weights / 1e9,
+                weights * 20.0 / 1e9,
+                available as f64 / 1e9
+            );
+        }
         let rate = self.learning_rate;
         ensure!(rate > 0.0 && rate <= 1.0, "--learning-rate is {rate}: more than 0 and at most 1 is allowed");
         Ok(())
