@@ -468,7 +468,7 @@ fn bad_input_is_refused_with_its_name_and_value() {
             &["alpha is 1.702", "swiglu_oai"],
         ),
         ("ranks that do not divide", |_| (), &["--ranks", "3"], &["--ranks", "3", "divide", "4"]),
-        ("no ranks", |_| (), &["--ranks", "0"], &["--ranks", "0", "divide"]),
+        ("no ranks", |_| (), &["--ranks", "0"], &["--ranks", "0", "at least 1"]),
         ("as many ranks as can be", |_| (), &["--ranks", "18446744073709551615"], &["--ranks", "divide"]),
         ("a wrong sum", |_| (), &["--tokens-per-rank", "40,39"], &["--tokens-per-rank", "79", "80"]),
         (
