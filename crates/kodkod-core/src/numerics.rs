@@ -65,7 +65,7 @@ impl Element for f32 {
     }
 }
 
-/// `e^x`, within 2 ulp for `|x| <= 88`; arguments beyond are taken as ±88; NaN stays NaN.
+/// `e^x`, within 3e-7 of its value for `|x| <= 88`; arguments beyond are taken as ±88; NaN stays NaN.
 ///
 /// Range reduction by `x = n ln 2 + r`, `|r| <= ln 2 / 2`, then the Taylor polynomial of degree 7 in Horner form,
 /// whose remainder is below `r^8 / 8! < 6e-9`.

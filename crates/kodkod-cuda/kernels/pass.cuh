@@ -30,7 +30,6 @@ struct Shared {
 constexpr u32 STORE_BYTES = 8 * 4096;  // of each consumer warp, 16 rows of 64 columns, twice
 constexpr u32 SMEM_BYTES = gemm::STAGES * gemm::STAGE_BYTES + STORE_BYTES + sizeof(Shared);
 
-__device__ __forceinline__ float to_f32(u32 bits16) { return __uint_as_float(bits16 << 16); }
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 // Two values rounded to bf16, ties to even, the first in the low half.
