@@ -25,7 +25,7 @@ pub use program::Program;
 pub use routing::Routing;
 pub use schedule::Schedule;
 pub use shape::{Activation, Shape, Shared};
-pub use tensors::{Biases, SharedWeights, WeightGradients, Weights};
+pub use tensors::{Biases, GradientElement, SharedWeights, WeightGradients, Weights};
 
 /// Rows of one row block: the M edge of a GEMM tile. Every expert's rows start at a multiple of it.
 pub const ROW_BLOCK: usize = 128;

@@ -7,13 +7,22 @@ use half::bf16;
 
 use crate::shape::Activation;
 
-/// What rows and weights are stored in. Accumulation is `f32` in both.
+/// What rows and weights, or weight gradients, are stored in. Accumulation is `f32` in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
     /// 16-bit brain floating point.
     Bf16,
     /// 32-bit; for debugging and gradient checks, on the CPU.
     F32,
+}
+
+impl std::fmt::Display for Precision {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Precision::Bf16 => "bf16",
+            Precision::F32 => "f32",
+        })
+    }
 }
 
 mod sealed {

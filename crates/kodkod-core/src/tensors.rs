@@ -1,6 +1,11 @@
 //! The layer's weights and their gradients, as the caller's slices. All are row-major.
 
+use std::convert::Infallible;
+
+use half::bf16;
+
 use crate::error::{Error, Result};
+use crate::numerics::Element;
 use crate::shape::Shape;
 
 /// Weights of all experts, in their storage type; biases and the output gate are `f32`.
@@ -42,9 +47,10 @@ pub struct SharedWeights<S, G> {
     pub output_gate: Option<G>,
 }
 
-/// Gradients of all weights, in `f32`; `S` is `Vec<f32>` or `&mut [f32]`.
+/// Gradients of all weights: `S` holds those of gate, up and down, in `f32` or [`bf16`](half::bf16); `G` the others, in
+/// `f32` always. For example `Vec<bf16>` and `Vec<f32>`, or `&mut [f32]` both.
 #[derive(Debug, Clone, PartialEq)]
-pub struct WeightGradients<S = Vec<f32>> {
+pub struct WeightGradients<S = Vec<f32>, G = S> {
     /// `[experts, intermediate, hidden]`
     pub gate: S,
     /// `[experts, intermediate, hidden]`
@@ -52,14 +58,28 @@ pub struct WeightGradients<S = Vec<f32>> {
     /// `[experts, hidden, intermediate]`
     pub down: S,
     /// Present where [`Shape::biases`] is set.
-    pub biases: Option<Biases<S>>,
+    pub biases: Option<Biases<G>>,
     /// Present where [`Shape::shared`] is.
-    pub shared: Option<SharedWeights<S, S>>,
+    pub shared: Option<SharedWeights<S, G>>,
 }
 
-/// Elements of one expert's gate, up or down weight.
-fn expert_len(shape: &Shape) -> usize {
-    shape.hidden * shape.intermediate
+/// What the gradients of gate, up and down are stored in: `f32` or [`bf16`](half::bf16). The sum over an expert's rows
+/// runs in `f32` in both, from the first row to the last; [`bf16`](half::bf16) holds it rounded once, at its end.
+pub trait GradientElement: Element {
+    /// The same slice, if this type is `f32`.
+    fn as_f32(values: &mut [Self]) -> Result<&mut [f32], &mut [Self]>;
+}
+
+impl GradientElement for f32 {
+    fn as_f32(values: &mut [f32]) -> Result<&mut [f32], &mut [f32]> {
+        Ok(values)
+    }
+}
+
+impl GradientElement for bf16 {
+    fn as_f32(values: &mut [bf16]) -> Result<&mut [f32], &mut [bf16]> {
+        Err(values)
+    }
 }
 
 impl<T> Weights<'_, T> {
@@ -103,47 +123,86 @@ fn present(name: &str, given: bool, wanted: bool) -> Result<()> {
     }
 }
 
-impl WeightGradients<Vec<f32>> {
-    /// Zeros, of a shape.
-    pub fn zeros(shape: &Shape) -> Self {
-        let zeros = |n: usize| vec![0.0; n];
-        let per_expert = |n: usize| zeros(shape.experts * n);
+impl WeightGradients<usize> {
+    /// Elements of each gradient.
+    pub fn lens(shape: &Shape) -> Self {
+        let (e, h, i) = (shape.experts, shape.hidden, shape.intermediate);
         WeightGradients {
-            gate: per_expert(expert_len(shape)),
-            up: per_expert(expert_len(shape)),
-            down: per_expert(expert_len(shape)),
-            biases: shape.biases.then(|| Biases {
-                gate: per_expert(shape.intermediate),
-                up: per_expert(shape.intermediate),
-                down: per_expert(shape.hidden),
+            gate: e * i * h,
+            up: e * i * h,
+            down: e * h * i,
+            biases: shape.biases.then_some(Biases { gate: e * i, up: e * i, down: e * h }),
+            shared: shape.shared.map(|s| {
+                let len = s.intermediate * h;
+                SharedWeights { gate: len, up: len, down: len, output_gate: s.output_gate.then_some(h) }
             }),
-            shared: shape.shared.map(|s| SharedWeights {
-                gate: zeros(s.intermediate * shape.hidden),
-                up: zeros(s.intermediate * shape.hidden),
-                down: zeros(s.intermediate * shape.hidden),
-                output_gate: s.output_gate.then(|| zeros(shape.hidden)),
+        }
+    }
+}
+
+impl<S, G> WeightGradients<S, G> {
+    /// References to the parts.
+    pub fn as_ref(&self) -> WeightGradients<&S, &G> {
+        WeightGradients {
+            gate: &self.gate,
+            up: &self.up,
+            down: &self.down,
+            biases: self.biases.as_ref().map(|b| Biases { gate: &b.gate, up: &b.up, down: &b.down }),
+            shared: self.shared.as_ref().map(|s| SharedWeights {
+                gate: &s.gate,
+                up: &s.up,
+                down: &s.down,
+                output_gate: s.output_gate.as_ref(),
             }),
         }
     }
 
-    /// Slices of these buffers, to hand to a backward.
-    pub fn as_mut(&mut self) -> WeightGradients<&mut [f32]> {
-        WeightGradients {
-            gate: &mut self.gate,
-            up: &mut self.up,
-            down: &mut self.down,
-            biases: self.biases.as_mut().map(|b| Biases {
-                gate: &mut b.gate[..],
-                up: &mut b.up,
-                down: &mut b.down,
+    /// Every part through a function: gate, up and down through `weight`, the others through `rest`.
+    pub fn map<S2, G2>(
+        self,
+        mut weight: impl FnMut(S) -> S2,
+        mut rest: impl FnMut(G) -> G2,
+    ) -> WeightGradients<S2, G2> {
+        let done: Result<_, Infallible> = self.try_map(|s| Ok(weight(s)), |g| Ok(rest(g)));
+        done.unwrap_or_else(|never| match never {})
+    }
+
+    /// [`WeightGradients::map`] with functions that can fail.
+    ///
+    /// # Errors
+    /// The first error of a function.
+    pub fn try_map<S2, G2, E>(
+        self,
+        mut weight: impl FnMut(S) -> Result<S2, E>,
+        mut rest: impl FnMut(G) -> Result<G2, E>,
+    ) -> Result<WeightGradients<S2, G2>, E> {
+        let (gate, up, down) = (weight(self.gate)?, weight(self.up)?, weight(self.down)?);
+        let biases = match self.biases {
+            Some(b) => Some(Biases { gate: rest(b.gate)?, up: rest(b.up)?, down: rest(b.down)? }),
+            None => None,
+        };
+        let shared = match self.shared {
+            Some(s) => Some(SharedWeights {
+                gate: weight(s.gate)?,
+                up: weight(s.up)?,
+                down: weight(s.down)?,
+                output_gate: s.output_gate.map(rest).transpose()?,
             }),
-            shared: self.shared.as_mut().map(|s| SharedWeights {
-                gate: &mut s.gate[..],
-                up: &mut s.up,
-                down: &mut s.down,
-                output_gate: s.output_gate.as_deref_mut(),
-            }),
-        }
+            None => None,
+        };
+        Ok(WeightGradients { gate, up, down, biases, shared })
+    }
+}
+
+impl WeightGradients {
+    /// Zeros, of a shape, in `f32`.
+    pub fn zeros(shape: &Shape) -> Self {
+        Self::zeros_in::<f32>(shape)
+    }
+
+    /// Zeros, of a shape, those of gate, up and down in `T`.
+    pub fn zeros_in<T: GradientElement>(shape: &Shape) -> WeightGradients<Vec<T>, Vec<f32>> {
+        WeightGradients::lens(shape).map(|n| vec![T::default(); n], |n| vec![0.0; n])
     }
 
     /// Every gradient with its name, in a fixed order.
@@ -162,7 +221,35 @@ impl WeightGradients<Vec<f32>> {
     }
 }
 
-impl WeightGradients<&mut [f32]> {
+impl<T: GradientElement> WeightGradients<Vec<T>, Vec<f32>> {
+    /// Slices of these buffers, to hand to a backward.
+    pub fn as_mut(&mut self) -> WeightGradients<&mut [T], &mut [f32]> {
+        WeightGradients {
+            gate: &mut self.gate,
+            up: &mut self.up,
+            down: &mut self.down,
+            biases: self.biases.as_mut().map(|b| Biases {
+                gate: &mut b.gate[..],
+                up: &mut b.up,
+                down: &mut b.down,
+            }),
+            shared: self.shared.as_mut().map(|s| SharedWeights {
+                gate: &mut s.gate[..],
+                up: &mut s.up,
+                down: &mut s.down,
+                output_gate: s.output_gate.as_deref_mut(),
+            }),
+        }
+    }
+
+    /// All rounded to `U`: exact from [`bf16`](half::bf16) to `f32`.
+    pub fn convert<U: GradientElement>(&self) -> WeightGradients<Vec<U>, Vec<f32>> {
+        let converted = |values: &Vec<T>| values.iter().map(|v| U::from_f32(v.to_f32())).collect();
+        self.as_ref().map(converted, Vec::clone)
+    }
+}
+
+impl<T> WeightGradients<&mut [T], &mut [f32]> {
     /// `Ok` where every buffer has the length that the shape asks for, and is there if the shape has it.
     ///
     /// # Errors

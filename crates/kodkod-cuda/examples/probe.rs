@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use kodkod_core::{
-    Activation, Biases, Knobs, Routing, Shape, Shared, SharedWeights, WeightGradients, Weights,
+    Activation, Biases, Knobs, Precision, Routing, Shape, Shared, SharedWeights, WeightGradients, Weights,
 };
 use kodkod_cpu::{CpuGroup, CpuOptions};
 use kodkod_cuda::driver::{Device, Event};
@@ -275,7 +275,7 @@ struct OnGpu {
 
 fn on_gpu(device: &std::sync::Arc<Device>, c: &Case, knobs: &Knobs, split: &[usize]) -> Outcome<OnGpu> {
     let gradients = new_gradients(&c.shape)?;
-    let layer = CudaLayer::new(device, &c.shape, knobs, split)?;
+    let layer = CudaLayer::new(device, &c.shape, knobs, split, Precision::F32)?;
     Ok(OnGpu {
         step: DeviceStep::new(&c.shape, &c.x, &c.dy, &c.ids, &c.weights)?,
         weights: DeviceWeights::from_host(&c.weights())?,
@@ -476,7 +476,7 @@ fn trace(name: &str, out: &str) -> Outcome {
     let (shape, tokens) = (Shape::new(h, i, e, k), 8192);
     let c = case(&shape, tokens, Routes::Distinct, 1.0);
     let mut gpu = on_gpu(&device, &c, &time_knobs(&shape), &[tokens])?;
-    gpu.layer = CudaLayer::traced(&device, &shape, &time_knobs(&shape), &[tokens])?;
+    gpu.layer = CudaLayer::traced(&device, &shape, &time_knobs(&shape), &[tokens], Precision::F32)?;
     for _ in 0..3 {
         gpu.layer.clear_stamps()?;
         gpu.passes(false)?;
@@ -575,7 +575,7 @@ fn compile(shard: Option<usize>) -> Outcome {
         if shard.is_some_and(|s| s != index % SHARDS) {
             continue;
         }
-        let defines = CudaLayer::defines(&shape, &knobs, &tokens)?;
+        let defines = CudaLayer::defines(&shape, &knobs, &tokens, Precision::F32)?;
         for source in jit::Source::ALL {
             let cubin = jit::cubin(source, &defines)?;
             for line in cubin.log.lines().filter(|l| l.contains("spill") || l.contains("Perf")) {

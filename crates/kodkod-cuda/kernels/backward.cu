@@ -249,7 +249,7 @@ struct Backward {
         bool down = w.task.weight == program::DOWN_WEIGHT;
         m = down ? HIDDEN_SIZE : width;
         n = down ? width : HIDDEN_SIZE;
-        float* base = down ? p.d_down[shared] : w.task.weight == program::GATE ? p.d_gate[shared] : p.d_up[shared];
+        float* base = static_cast<float*>(down ? p.d_down[shared] : w.task.weight == program::GATE ? p.d_gate[shared] : p.d_up[shared]);
         return base + (shared ? 0 : u64(w.expert) * INNER_SIZE * HIDDEN_SIZE);
     }
 
@@ -298,9 +298,9 @@ struct Backward {
         } else if (w.task.kind == program::ZERO_GRAD && !p.accumulate) {
             u32 shared = w.task.a >= LOCAL;
             u64 len = u64(shared ? SHARED_SIZE : INNER_SIZE) * HIDDEN_SIZE, first = shared ? 0 : w.task.a * len;
-            zero(p.d_gate[shared] + first, len);
-            zero(p.d_up[shared] + first, len);
-            zero(p.d_down[shared] + first, len);
+            zero(static_cast<float*>(p.d_gate[shared]) + first, len);
+            zero(static_cast<float*>(p.d_up[shared]) + first, len);
+            zero(static_cast<float*>(p.d_down[shared]) + first, len);
             if (BIASES && !shared) {
                 zero(p.d_bias_gate + w.task.a * INNER_SIZE, INNER_SIZE);
                 zero(p.d_bias_up + w.task.a * INNER_SIZE, INNER_SIZE);

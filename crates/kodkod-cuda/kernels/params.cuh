@@ -1,6 +1,7 @@
 // What the host hands to the kernels. The shape and knobs are constants of the compilation:
 //   HIDDEN_SIZE INNER_SIZE SHARED_SIZE EXPERTS TOP_K SLOTS RANKS PER_MINIBATCH RING SAVED D_HIDDEN_TILES
 //   ALPHA UP_OFFSET LIMIT LIMIT_ON BIASES HAS_OUTPUT_GATE
+//   BF16_GRADIENTS: of the backward alone
 //   TRACE, optional: 1 to stamp each task
 #pragma once
 #ifndef TRACE
@@ -71,9 +72,12 @@ struct PassParams {
     float* d_bias_up;
     float* d_bias_down;
     float* d_output_gate;
-    float* d_gate[2];
-    float* d_up[2];
-    float* d_down[2];
+    void* d_gate[2];  // bf16 where BF16_GRADIENTS, else float
+    void* d_up[2];
+    void* d_down[2];
+    // Where BF16_GRADIENTS: sums that are not complete. Of this rank's routed experts [2 slots][gate, up: inner * hidden,
+    // down: hidden * inner], the slot by the parity of the minibatch that leaves it; of the shared, once for all ranks.
+    float* carry[2];
     u32 tokens, comm_ctas, accumulate;
     u64 limit_ns;
     u32* abort;  // of all ranks: not 0 when one has given up

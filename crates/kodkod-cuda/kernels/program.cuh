@@ -32,7 +32,7 @@ struct Run { u32 index, expert, minibatch, block, blocks; };
 struct Task {
     u32 kind;
     u32 a, b;  // block and source, block and tile, expert, or chunk
-    u32 weight, tile_m, tile_n, first;
+    u32 weight, tile_m, tile_n, first, last;
     Run run;
     Wait waits[2];
     Arrive arrives[2];
@@ -207,11 +207,13 @@ __host__ __device__ inline void wgrad_task(const Program& p, u32 minibatch, u32 
     t.tile_n = in % grid.n;
     bool starts = t.run.index == p.layout.first_run[t.run.expert], ends = t.run.index + 1 == p.layout.first_run[t.run.expert + 1];
     t.waits[0] = grad_hidden(p, t.run);
-    if (!starts) t.waits[1] = {{FREE, minibatch - 1}, free_total(p, minibatch - 1)};
+    // A sum that begins here and goes on takes the place of one that the minibatch before goes on from.
+    if (!starts || (!shared && !ends && minibatch > 0)) t.waits[1] = {{FREE, minibatch - 1}, free_total(p, minibatch - 1)};
     else if (shared && p.chain_after) t.waits[1] = {{CHAIN, tile}, 1};
     t.first = starts && !(shared && p.chain_after);
+    t.last = ends && !(shared && p.chain_next < p.ranks);
     t.arrives[0] = here(FREE, minibatch);
-    if (shared && ends && p.chain_next < p.ranks) t.arrives[1] = {AT, p.chain_next, {CHAIN, tile}};
+    if (shared && ends && !t.last) t.arrives[1] = {AT, p.chain_next, {CHAIN, tile}};
 }
 
 __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u32 first_run, u64 local, Task& t) {

@@ -40,9 +40,13 @@ impl Source {
     pub const ALL: [Source; 3] = [Source::Schedule, Source::Forward, Source::Backward];
 
     /// Whether the file depends on a constant: the knobs are the schedule's alone, so that other knobs compile no pass
-    /// again.
+    /// again. The type of gradients is the backward's.
     fn takes(self, constant: &str) -> bool {
-        self == Source::Schedule || !matches!(constant, "PER_MINIBATCH" | "RING" | "SAVED")
+        match constant {
+            "PER_MINIBATCH" | "RING" | "SAVED" => self == Source::Schedule,
+            "BF16_GRADIENTS" => self == Source::Backward,
+            _ => true,
+        }
     }
 
     fn file(self) -> (&'static str, &'static str) {

@@ -7,7 +7,10 @@ use std::time::Duration;
 use half::bf16;
 use kodkod_core::program::REDUCE_TOKENS;
 use kodkod_core::schedule::experts_per_rank;
-use kodkod_core::{Biases, Knobs, ROW_BLOCK, Shape, Shared, SharedWeights, Stall, WeightGradients, Weights};
+use kodkod_core::{
+    Biases, GradientElement, Knobs, Precision, ROW_BLOCK, Shape, SharedWeights, Stall, WeightGradients,
+    Weights,
+};
 
 use crate::driver::{Buffer, Device, Event, Graph, Kernel, Module, Parameter, Stream, TensorMap};
 use crate::error::{Error, Result};
@@ -61,53 +64,19 @@ impl DeviceWeights {
     }
 }
 
-/// Weight gradients on the GPU, in `f32`.
-pub type DeviceGradients = WeightGradients<Buffer<f32>>;
+/// Weight gradients on the GPU: those of gate, up and down in `T`, the others in `f32`.
+pub type DeviceGradients<T = f32> = WeightGradients<Buffer<T>, Buffer<f32>>;
 
 /// Gradients for a shape, not initialised.
-pub fn new_gradients(shape: &Shape) -> Result<DeviceGradients> {
-    let (h, i, e) = (shape.hidden, shape.intermediate, shape.experts);
-    let biases = || -> Result<_> {
-        Ok(Biases { gate: Buffer::new(e * i)?, up: Buffer::new(e * i)?, down: Buffer::new(e * h)? })
-    };
-    let shared = |s: Shared| -> Result<_> {
-        let len = s.intermediate * h;
-        Ok(SharedWeights {
-            gate: Buffer::new(len)?,
-            up: Buffer::new(len)?,
-            down: Buffer::new(len)?,
-            output_gate: s.output_gate.then(|| Buffer::new(h)).transpose()?,
-        })
-    };
-    Ok(WeightGradients {
-        gate: Buffer::new(e * i * h)?,
-        up: Buffer::new(e * i * h)?,
-        down: Buffer::new(e * i * h)?,
-        biases: shape.biases.then(biases).transpose()?,
-        shared: shape.shared.map(shared).transpose()?,
-    })
+pub fn new_gradients<T: GradientElement>(shape: &Shape) -> Result<DeviceGradients<T>> {
+    WeightGradients::lens(shape).try_map(Buffer::new, Buffer::new)
 }
 
 /// Copies of the gradients on the host.
-pub fn read_gradients(g: &DeviceGradients) -> Result<WeightGradients> {
-    let biases = |b: &Biases<Buffer<f32>>| -> Result<_> {
-        Ok(Biases { gate: b.gate.read()?, up: b.up.read()?, down: b.down.read()? })
-    };
-    let shared = |s: &SharedWeights<Buffer<f32>, Buffer<f32>>| -> Result<_> {
-        Ok(SharedWeights {
-            gate: s.gate.read()?,
-            up: s.up.read()?,
-            down: s.down.read()?,
-            output_gate: s.output_gate.as_ref().map(Buffer::read).transpose()?,
-        })
-    };
-    Ok(WeightGradients {
-        gate: g.gate.read()?,
-        up: g.up.read()?,
-        down: g.down.read()?,
-        biases: g.biases.as_ref().map(biases).transpose()?,
-        shared: g.shared.as_ref().map(shared).transpose()?,
-    })
+pub fn read_gradients<T: GradientElement>(
+    g: &DeviceGradients<T>,
+) -> Result<WeightGradients<Vec<T>, Vec<f32>>> {
+    g.as_ref().try_map(Buffer::read, Buffer::read)
 }
 
 /// A step's rows and routes on the GPU, all ranks' in rank order, and what comes out.
@@ -157,6 +126,8 @@ pub struct CudaLayer {
     shape: Shape,
     knobs: Knobs,
     tokens: Vec<usize>,
+    /// What the kernels store weight gradients in.
+    gradients: Precision,
     kernels: [Kernel; 5],
     /// Kept after the kernels that come from them.
     _modules: Vec<Module>,
@@ -166,6 +137,8 @@ pub struct CudaLayer {
     limit: Duration,
     /// One word for all ranks: not 0 when one has given up.
     abort: Buffer<u32>,
+    /// Sums of the shared experts' gradients that go on in the next run or rank; where gradients are bf16.
+    shared_carry: Option<Buffer<f32>>,
     hang: Option<Hang>,
     trace: Option<Trace>,
 }
@@ -261,9 +234,12 @@ struct Rank {
 
 /// Bytes of a `program::Program`.
 const PROGRAM_BYTES: usize = 144;
+    /// Sums of a routed expert's gradients that go on in the next minibatch; where gradients are bf16.
+    carry: Option<Buffer<f32>>,
 
 impl CudaLayer {
-    /// Compiles the kernels, or takes them from the cache, and allocates.
+    /// Compiles the kernels, or takes them from the cache, and allocates. `gradients`: what the gradients of gate, up and
+    /// down are stored in.
     ///
     /// # Errors
     /// [`Error::Layer`] for a shape or knob that is not allowed, else the driver's or the compiler's words.
@@ -273,9 +249,10 @@ impl CudaLayer {
         knobs: &Knobs,
         tokens_per_rank: &[usize],
     ) -> Result<Self> {
-        Self::build(device, shape, knobs, tokens_per_rank, false)
+        Self::build(device, shape, knobs, tokens_per_rank, gradients, false)
     }
 
+        gradients: Precision,
     /// The same, with kernels that stamp the begin and end of every task: see [`CudaLayer::stamps`].
     pub fn traced(
         device: &Arc<Device>,
@@ -283,9 +260,10 @@ impl CudaLayer {
         knobs: &Knobs,
         tokens_per_rank: &[usize],
     ) -> Result<Self> {
-        Self::build(device, shape, knobs, tokens_per_rank, true)
+        Self::build(device, shape, knobs, tokens_per_rank, gradients, true)
     }
 
+        gradients: Precision,
     fn build(
         device: &Arc<Device>,
         shape: &Shape,
@@ -295,7 +273,8 @@ impl CudaLayer {
     ) -> Result<Self> {
         device.make_current()?;
         let sizes = Sizes::new(shape, knobs, tokens_per_rank)?;
-        let mut defines = sizes.defines(shape);
+        gradients: Precision,
+        let mut defines = sizes.defines(shape, gradients);
         if traced {
             defines.push(("TRACE", "1".into()));
         }
@@ -318,8 +297,11 @@ impl CudaLayer {
             modules[1].kernel("moe_forward", SHARED_BYTES)?,
             modules[2].kernel("moe_backward", SHARED_BYTES)?,
         ];
-        let ranks =
-            tokens_per_rank.iter().map(|&t| Rank::new(shape, &sizes, t)).collect::<Result<Vec<_>>>()?;
+        let ranks = tokens_per_rank
+            .iter()
+            .map(|&t| Rank::new(shape, &sizes, t, gradients))
+            .collect::<Result<Vec<_>>>()?;
+        let shared = shape.shared.filter(|_| gradients == Precision::Bf16);
         let layer = CudaLayer {
             device: device.clone(),
             shape: shape.clone(),
@@ -329,6 +311,7 @@ impl CudaLayer {
             _modules: modules,
             ranks,
             stream: Stream::new()?,
+            gradients,
             scheduled: Event::new()?,
             limit: Duration::from_secs(10),
             abort: Buffer::from_host(&[0])?,
@@ -336,6 +319,7 @@ impl CudaLayer {
             trace: traced.then(trace).transpose()?,
         };
         for rank in 0..layer.ranks.len() {
+            shared_carry: shared.map(|s| Buffer::new(3 * s.intermediate * shape.hidden)).transpose()?,
             let bytes: Vec<u8> = [0, 1].iter().flat_map(|&pass| layer.program(pass, rank, &sizes)).collect();
             layer.ranks[rank].programs.write(&bytes)?;
             layer.ranks[rank].stall.fill(0, &layer.stream)?;
@@ -349,15 +333,16 @@ impl CudaLayer {
         &self.stream
     }
 
-    /// Names and values of the constants that a shape, knobs and ranks compile to.
+    /// Names and values of the constants that a shape, knobs, ranks and the gradients' type compile to.
     pub fn defines(
         shape: &Shape,
         knobs: &Knobs,
         tokens_per_rank: &[usize],
     ) -> Result<Vec<(&'static str, String)>> {
-        Ok(Sizes::new(shape, knobs, tokens_per_rank)?.defines(shape))
+        Ok(Sizes::new(shape, knobs, tokens_per_rank)?.defines(shape, gradients))
     }
 
+        gradients: Precision,
     /// Builds the schedule: what every pass starts with.
     pub fn schedule(&self, step: &DeviceStep) -> Result<()> {
         let experts = self.shape.experts as u32;
@@ -385,17 +370,20 @@ impl CudaLayer {
 
     /// Schedule and forward: `step.y`. Asynchronous in [`CudaLayer::stream`].
     pub fn forward(&self, step: &DeviceStep, weights: &DeviceWeights) -> Result<()> {
-        self.check(step, weights, None)?;
+        self.check::<f32>(step, weights, None)?;
         self.schedule(step)?;
-        self.pass(0, step, weights, None, false)
+        self.pass::<f32>(0, step, weights, None, false)
     }
 
     /// Backward of the forward before it: `step.dx`, `step.d_topk_weights` and `gradients`.
-    pub fn backward(
+    ///
+    /// # Errors
+    /// Also where `T` is not the type that the layer was compiled for.
+    pub fn backward<T: GradientElement>(
         &self,
         step: &DeviceStep,
         weights: &DeviceWeights,
-        gradients: &DeviceGradients,
+        gradients: &DeviceGradients<T>,
         accumulate: bool,
     ) -> Result<()> {
         self.check(step, weights, Some(gradients))?;
@@ -456,11 +444,11 @@ impl CudaLayer {
     }
 
     /// Records a forward, and a backward where there are gradients, to run many times with what the step's buffers then hold.
-    pub fn capture<'a>(
+    pub fn capture<'a, T: GradientElement>(
         &'a self,
         step: &'a DeviceStep,
         weights: &'a DeviceWeights,
-        gradients: Option<&'a DeviceGradients>,
+        gradients: Option<&'a DeviceGradients<T>>,
     ) -> Result<Replay<'a>> {
         self.stream.begin_capture()?;
         let recorded = self.forward(step, weights).and_then(|()| match gradients {
@@ -479,7 +467,7 @@ impl CudaLayer {
             for rows in [&m.x, &m.g, &m.u, &m.h, &m.dy, &m.dg, &m.du, &m.combine] {
                 rows.fill(0xff, &self.stream)?;
             }
-            for values in [&m.d_w_parts, &m.d_w, &m.output_gates] {
+            for values in [&m.d_w_parts, &m.d_w, &m.output_gates].into_iter().chain(&m.carry) {
                 values.fill(0xff, &self.stream)?;
             }
         }
@@ -487,6 +475,9 @@ impl CudaLayer {
     }
 
     /// Forgets the stamps of the passes so far.
+        if let Some(carry) = &self.shared_carry {
+            carry.fill(0xff, &self.stream)?;
+        }
     pub fn clear_stamps(&self) -> Result<()> {
         match &self.trace {
             Some(trace) => trace.stamped.fill(0, &self.stream),
@@ -516,11 +507,11 @@ impl CudaLayer {
     }
 
     /// Tokens of all ranks, or an error that names what has another length than the shape asks for.
-    fn check(
+    fn check<T: GradientElement>(
         &self,
         step: &DeviceStep,
         weights: &DeviceWeights,
-        gradients: Option<&DeviceGradients>,
+        gradients: Option<&DeviceGradients<T>>,
     ) -> Result<()> {
         let (h, i) = (("hidden", self.shape.hidden), ("intermediate", self.shape.intermediate));
         let (e, k) = (("experts", self.shape.experts), ("top_k", self.shape.top_k));
@@ -566,6 +557,10 @@ impl CudaLayer {
             len("d_shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
             len("d_shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
             len("d_shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
+        if T::PRECISION != self.gradients {
+            let allowed = format!("the layer was compiled for gradients in {}", self.gradients);
+            return Err(kodkod_core::Error::invalid("gradients", T::PRECISION, allowed).into());
+        }
             if shared.output_gate {
                 let gate = w.and_then(|w| w.output_gate.as_ref());
                 len("d_shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
@@ -574,12 +569,12 @@ impl CudaLayer {
         Ok(())
     }
 
-    fn pass(
+    fn pass<T: GradientElement>(
         &self,
         pass: usize,
         step: &DeviceStep,
         weights: &DeviceWeights,
-        gradients: Option<&DeviceGradients>,
+        gradients: Option<&DeviceGradients<T>>,
         accumulate: bool,
     ) -> Result<()> {
         for memory in &self.ranks {
@@ -598,13 +593,13 @@ impl CudaLayer {
         Ok(())
     }
 
-    fn pass_parameter(
+    fn pass_parameter<T: GradientElement>(
         &self,
         pass: usize,
         rank: usize,
         step: &DeviceStep,
         weights: &DeviceWeights,
-        gradients: Option<&DeviceGradients>,
+        gradients: Option<&DeviceGradients<T>>,
         accumulate: bool,
     ) -> Result<Parameter> {
         let (h, i) = (self.shape.hidden as u64, self.shape.intermediate as u64);
@@ -697,8 +692,8 @@ impl CudaLayer {
             p.u64(self.ranks[r].output_gates.address());
         });
         // This rank's part of what all experts have `n` of, and the whole of what is shared; null where there is none.
-        let part =
-            |b: Option<&Buffer<f32>>, n: u64| b.map_or(0, |b| b.address() + rank as u64 * local * n * 4);
+        let first = rank as u64 * local;
+        let part = |b: Option<&Buffer<f32>>, n: u64| b.map_or(0, |b| b.address() + first * n * 4);
         let whole = |b: Option<&Buffer<f32>>| b.map_or(0, Buffer::address);
         let biases = |p: &mut Parameter, b: Option<&Biases<Buffer<f32>>>| {
             p.u64(part(b.map(|b| &b.gate), i))
@@ -710,9 +705,14 @@ impl CudaLayer {
         let shared = gradients.and_then(|g| g.shared.as_ref());
         biases(&mut p, gradients.and_then(|g| g.biases.as_ref()));
         p.u64(whole(shared.and_then(|s| s.output_gate.as_ref())));
-        p.u64(part(gradients.map(|g| &g.gate), h * i)).u64(whole(shared.map(|s| &s.gate)));
-        p.u64(part(gradients.map(|g| &g.up), h * i)).u64(whole(shared.map(|s| &s.up)));
-        p.u64(part(gradients.map(|g| &g.down), h * i)).u64(whole(shared.map(|s| &s.down)));
+        let mut pair = |routed: Option<&Buffer<T>>, shared: Option<&Buffer<T>>| {
+            let bytes = first * h * i * size_of::<T>() as u64;
+            p.u64(routed.map_or(0, |b| b.address() + bytes)).u64(shared.map_or(0, Buffer::address));
+        };
+        pair(gradients.map(|g| &g.gate), shared.map(|s| &s.gate));
+        pair(gradients.map(|g| &g.up), shared.map(|s| &s.up));
+        pair(gradients.map(|g| &g.down), shared.map(|s| &s.down));
+        p.u64(whole(memory.carry.as_ref())).u64(whole(self.shared_carry.as_ref()));
         let comm = [self.knobs.fwd_comm_sms, self.knobs.bwd_comm_sms][pass];
         p.u32(self.tokens[rank] as u32).u32(comm as u32).u32(u32::from(accumulate));
         p.u64(self.limit.as_nanos() as u64).u64(self.abort.address());
@@ -836,7 +836,7 @@ impl Sizes {
         })
     }
 
-    fn defines(&self, shape: &Shape) -> Vec<(&'static str, String)> {
+    fn defines(&self, shape: &Shape, gradients: Precision) -> Vec<(&'static str, String)> {
         let float = |v: f32| format!("{v:e}f");
         let shared = shape.shared.map_or(0, |s| s.intermediate);
         let limit = shape.activation.limit();
@@ -863,7 +863,7 @@ impl Sizes {
 }
 
 impl Rank {
-    fn new(shape: &Shape, sizes: &Sizes, tokens: usize) -> Result<Self> {
+    fn new(shape: &Shape, sizes: &Sizes, tokens: usize, gradients: Precision) -> Result<Self> {
         let local = shape.experts / sizes.ranks + usize::from(shape.shared.is_some());
         let width = shape.intermediate.max(shape.shared.map_or(0, |s| s.intermediate));
         let (kept, ring) = (sizes.kept_rows, sizes.ring_rows);
@@ -871,6 +871,7 @@ impl Rank {
             stream: Stream::new()?,
             done: Event::new()?,
             counts: Buffer::new(shape.experts)?,
+            ("BF16_GRADIENTS", u32::from(gradients == Precision::Bf16).to_string()),
             rows: Buffer::new(local)?,
             first_block: Buffer::new(local + 1)?,
             first_run: Buffer::new(local + 1)?,
@@ -892,3 +893,7 @@ impl Rank {
         })
     }
 }
+            // Two slots of an expert's gate, up and down.
+            carry: (gradients == Precision::Bf16)
+                .then(|| Buffer::new(2 * 3 * shape.intermediate * shape.hidden))
+                .transpose()?,

@@ -7,7 +7,7 @@
 use std::sync::Mutex;
 use std::time::Instant;
 
-use kodkod_core::{Activation, Knobs, Shape, Shared};
+use kodkod_core::{Activation, Knobs, Precision, Shape, Shared};
 use kodkod_cuda::jit::{self, Source};
 use kodkod_cuda::{CudaLayer, Error};
 
@@ -83,7 +83,7 @@ fn kernels_compile_within_their_registers() {
     let required = std::env::var_os("KODKOD_REQUIRE_NVRTC").is_some();
     let mut jobs: Vec<_> = Vec::new();
     for (name, shape, knobs, tokens) in variants() {
-        let defines = CudaLayer::defines(&shape, &knobs, &tokens).expect("the variants are allowed");
+        let defines = CudaLayer::defines(&shape, &knobs, &tokens, Precision::F32).expect("the variants are allowed");
         jobs.extend(Source::ALL.map(|source| (name, source, defines.clone())));
     }
     let (total, next) = (jobs.len(), Mutex::new(jobs.into_iter()));

@@ -76,6 +76,7 @@ struct DeviceTask {
     tile_m: u32,
     tile_n: u32,
     first: u32,
+    last: u32,
     /// index, expert, minibatch, block, blocks
     run: [u32; 5],
     /// name, index, at least
@@ -239,6 +240,7 @@ impl DeviceTask {
                 tile_m: self.tile_m,
                 tile_n: self.tile_n,
                 first: self.first == 1,
+                last: self.last == 1,
             },
             7 => Kind::ZeroGrad { expert: self.a },
             8 => Kind::Skip,

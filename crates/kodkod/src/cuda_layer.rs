@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
-use kodkod_core::{Error, Knobs, Result, Routing, Shape, WeightGradients, Weights};
+use kodkod_core::{Error, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights};
 use kodkod_cuda::driver::{Buffer, Device};
 use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, new_gradients};
 
@@ -82,7 +82,7 @@ pub(crate) struct SavedOnGpu {
 
 impl OnGpu {
     pub(crate) fn new(group: &Arc<CudaGroup>, shape: &Shape, knobs: &Knobs) -> Result<Self> {
-        CudaLayer::defines(shape, knobs, &vec![0; group.ranks])?;
+        CudaLayer::defines(shape, knobs, &vec![0; group.ranks], Precision::F32)?;
         Ok(OnGpu { group: group.clone(), shape: shape.clone(), knobs: *knobs, held: Mutex::default() })
     }
 
@@ -182,7 +182,7 @@ impl OnGpu {
                 let held = Held {
                     shape: self.shape.clone(),
                     knobs: self.knobs,
-                    layer: CudaLayer::new(&self.group.device, &self.shape, &self.knobs, &tokens)?,
+                    layer: CudaLayer::new(&self.group.device, &self.shape, &self.knobs, &tokens, Precision::F32)?,
                     // A dy comes with the backward.
                     step: DeviceStep::new(&self.shape, x, x, routing.ids(), routing.weights())?,
                     weights: DeviceWeights::from_host(weights)?,

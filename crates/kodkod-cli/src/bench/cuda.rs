@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use kodkod::cuda::driver::{Device, Event};
 use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, jit, new_gradients};
-use kodkod::{Knobs, Routing, bf16};
+use kodkod::{Knobs, Precision, Routing, bf16};
 
 use super::{Args, Row, Timed, median, progress, table};
 use crate::inputs::random_step;
@@ -26,7 +26,7 @@ pub(super) fn compile(args: &Args) -> anyhow::Result<ExitCode> {
     for named in &args.shape {
         let knobs = args.machine.knobs(&args.knobs, &named.shape);
         for (&tokens, &ranks) in args.tokens.iter().flat_map(|t| args.ranks.iter().map(move |r| (t, r))) {
-            let defines = CudaLayer::defines(&named.shape, &knobs, &vec![tokens; ranks])?;
+            let defines = CudaLayer::defines(&named.shape, &knobs, &vec![tokens; ranks], Precision::F32)?;
             for source in jit::Source::ALL {
                 jit::cubin(source, &defines)?;
             }
@@ -89,10 +89,10 @@ fn measure(
     let (shape, tokens) = (&step.shape, tokens_per_rank.iter().sum::<usize>());
     let (rows, routes) = (tokens * shape.hidden, tokens * shape.top_k);
     let routing = Routing::new(shape, &step.ids[..routes], &step.topk_weights[..routes], tokens_per_rank)?;
-    let layer = CudaLayer::new(device, shape, &knobs, tokens_per_rank)?;
+    let layer = CudaLayer::new(device, shape, &knobs, tokens_per_rank, Precision::F32)?;
     let dy = step.dy.as_deref().unwrap_or(&step.x);
     let on_gpu = DeviceStep::new(shape, &step.x[..rows], &dy[..rows], routing.ids(), routing.weights())?;
-    let gradients = args.backward().then(|| new_gradients(shape)).transpose()?;
+    let gradients = args.backward().then(|| new_gradients::<f32>(shape)).transpose()?;
     let stream = layer.stream();
     let mut times = Times::default();
     let events = (0..4).map(|_| Event::new()).collect::<kodkod::cuda::Result<Vec<_>>>()?;

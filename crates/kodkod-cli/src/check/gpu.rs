@@ -9,7 +9,7 @@ use anyhow::Context;
 use kodkod::cuda::driver::Device as Gpu;
 use kodkod::cuda::jit::{self, Source};
 use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, Hang, new_gradients};
-use kodkod::{Error, Routing, bf16};
+use kodkod::{Error, Precision, Routing, bf16};
 
 use super::cases::{self, Case};
 use super::{Args, Config, DEVICE, Row, contract, hostile, most_ranks};
@@ -50,7 +50,7 @@ pub(super) fn compile_part(args: &Args, part: usize, of: usize) -> anyhow::Resul
     let mut add = |case: &Case, configs: Vec<Config>| -> anyhow::Result<()> {
         let shape = &case.step.shape;
         for config in configs.into_iter().filter(|c| c.tokens_per_rank.len() <= most_ranks()) {
-            let Ok(defines) = CudaLayer::defines(shape, &config.knobs(shape), &config.tokens_per_rank) else {
+            let Ok(defines) = CudaLayer::defines(shape, &config.knobs(shape), &config.tokens_per_rank, Precision::F32) else {
                 continue; // The row itself will say why.
             };
             for source in Source::ALL {
@@ -116,11 +116,11 @@ fn stall(
     let split = Routing::even_split(step.tokens(), ranks);
     let routing = step.routing(&split)?;
     let knobs = Config::even(step.tokens(), ranks).rows(128, 128, 0).knobs(shape);
-    let mut layer = CudaLayer::new(&gpu, shape, &knobs, &split)?;
+    let mut layer = CudaLayer::new(&gpu, shape, &knobs, &split, Precision::F32)?;
     let dy = step.dy.as_deref().unwrap_or_default();
     let on_gpu = DeviceStep::new(shape, &step.x, dy, routing.ids(), routing.weights())?;
     let weights = DeviceWeights::from_host(&step.weights.as_ref())?;
-    let gradients = new_gradients(shape)?;
+    let gradients = new_gradients::<f32>(shape)?;
     let call = |layer: &CudaLayer| {
         layer.forward(&on_gpu, &weights)?;
         layer.finish()?;

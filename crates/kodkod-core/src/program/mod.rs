@@ -196,6 +196,10 @@ pub enum Kind {
         tile_n: u32,
         /// Whether no row of this expert, on any rank, came before: the sum starts here.
         first: bool,
+        /// Whether no row of this expert, on any rank, comes after: the sum is complete. Else it is carried: where a
+        /// machine keeps a routed expert's sum apart from its gradient, two places are enough, taken in turn by the
+        /// minibatch, since one routed expert at most goes on into the next.
+        last: bool,
     },
     /// Writes zeros to the weight gradients of an expert without rows.
     ZeroGrad {
@@ -544,18 +548,21 @@ impl Program {
         let starts = run.index == self.first_run[run.expert as usize];
         let ends = run.index + 1 == self.first_run[run.expert as usize + 1];
         let shared = class == 1;
-        let order = match starts {
-            // The same expert's rows before these are in the minibatch before.
-            false => Some((Counter::Free(minibatch - 1), self.free_total(minibatch - 1))),
-            true if shared && self.shared.after_another => Some((Counter::Chain(tile), 1)),
-            true => None,
+        // Where the expert has rows in the minibatch before, their sums come first. A sum that begins here and goes on
+        // takes the place of one that the minibatch before goes on from.
+        let after_minibatch = !starts || (!shared && !ends && minibatch > 0);
+        let order = match after_minibatch {
+            true => Some((Counter::Free(minibatch - 1), self.free_total(minibatch - 1))),
+            false if shared && self.shared.after_another => Some((Counter::Chain(tile), 1)),
+            false => None,
         };
         let order = order.map(|(counter, at_least)| Wait { counter, at_least });
         let hand_on = self.shared.next.filter(|_| shared && ends);
         let hand_on = hand_on.map(|rank| Arrive::At { rank, counter: Counter::Chain(tile) });
         let first = starts && !(shared && self.shared.after_another);
+        let last = ends && !(shared && self.shared.next.is_some());
         Task {
-            kind: Kind::WGrad { weight, run, tile_m, tile_n, first },
+            kind: Kind::WGrad { weight, run, tile_m, tile_n, first, last },
             waits: [Some(self.grad_hidden(&run)), order],
             arrives: [Some(Arrive::Here(Counter::Free(minibatch))), hand_on],
         }

@@ -1,5 +1,5 @@
 //! Every task once, in an order that can always go on, and no slot filled again too early: over random shapes,
-//! routings and knobs, with ready tasks taken in random order.
+//! routings and knobs, with ready tasks taken in random order and ended in another.
 
 use std::collections::HashMap;
 
@@ -43,6 +43,9 @@ struct Run2<'a> {
     pushed: HashMap<(usize, u32, u32), u32>,
     /// Blocks that each weight-gradient tile has summed, in order: (rank, expert, weight, m, n).
     summed: HashMap<(usize, u32, u8, u32, u32), Vec<u32>>,
+    /// Tiles of sums that are not complete, by owner, slot (of a routed expert: the parity of the minibatch that left
+    /// it), weight, m, n: the expert and its blocks so far.
+    carried: HashMap<(usize, u32, u8, u32, u32), (u32, Vec<u32>)>,
     zeroed: Vec<(usize, u32)>,
     reduced: HashMap<(usize, u32), u32>,
 }
@@ -79,7 +82,7 @@ impl Run2<'_> {
                 holds(&slots.dg, p.ring_row(block), p.of_block(&p.d_hidden_tiles, block), block)?;
                 *self.pushed.entry((rank, block, tile)).or_default() += 1;
             }
-            Kind::WGrad { weight, run, tile_m, tile_n, first } => {
+            Kind::WGrad { weight, run, tile_m, tile_n, first, last } => {
                 for block in run.block..run.block + run.blocks {
                     holds(&slots.x, p.kept_row(block), p.ranks, block)?;
                     holds(&slots.dy, p.ring_row(block), p.ranks, block)?;
@@ -87,10 +90,26 @@ impl Run2<'_> {
                 }
                 // Shared experts have one gradient for all ranks.
                 let shared = run.expert as usize == p.layout.routed && p.gate_up_tiles[1] > 0;
-                let key = (if shared { usize::MAX } else { rank }, run.expert, weight as u8, tile_m, tile_n);
-                let sum = self.summed.entry(key).or_default();
-                prop_assert_eq!(first, sum.is_empty());
+                let owner = if shared { usize::MAX } else { rank };
+                let slot = |minibatch: u32| {
+                    let slot = if shared { 0 } else { minibatch % 2 };
+                    (owner, slot, weight as u8, tile_m, tile_n)
+                };
+                let mut sum = Vec::new();
+                if !first {
+                    let before = if shared { 0 } else { run.minibatch - 1 };
+                    let (expert, blocks) = self.carried.remove(&slot(before)).expect("a sum to go on from");
+                    prop_assert_eq!(expert, run.expert);
+                    sum = blocks;
+                }
                 sum.extend((run.block..run.block + run.blocks).map(|b| rank as u32 * 100_000 + b));
+                let lost = match last {
+                    true => {
+                        self.summed.insert((owner, run.expert, weight as u8, tile_m, tile_n), sum).is_some()
+                    }
+                    false => self.carried.insert(slot(run.minibatch), (run.expert, sum)).is_some(),
+                };
+                prop_assert!(!lost, "a sum overwritten by {}", task.kind);
             }
             Kind::ZeroGrad { expert } => self.zeroed.push((rank, expert)),
             Kind::Skip => {}
@@ -123,9 +142,10 @@ impl Run2<'_> {
         Ok(())
     }
 
-    /// Takes ready heads of streams, chosen by `pick`, until none is left.
+    /// Takes ready heads of streams and ends tasks that were taken, chosen by `pick`, until none is left.
     fn finish(&mut self, mut pick: u64) -> Result<(), TestCaseError> {
         let mut next = vec![[0_u64; 2]; self.programs.len()];
+        let mut taken: Vec<(usize, Task)> = Vec::new();
         let streams = [Stream::Comm, Stream::Compute];
         loop {
             let mut heads = Vec::new();
@@ -134,17 +154,23 @@ impl Run2<'_> {
                     streams.iter().filter(|&&s| next[rank][s as usize] < p.tickets(s)).map(|&s| (rank, s)),
                 );
             }
-            if heads.is_empty() {
+            if heads.is_empty() && taken.is_empty() {
                 return Ok(());
             }
             let task = |(rank, s): (usize, Stream)| self.programs[rank].task(s, next[rank][s as usize]);
             heads.retain(|&head| self.ready(head.0, &task(head)));
-            prop_assert!(!heads.is_empty(), "no task can run");
+            prop_assert!(!heads.is_empty() || !taken.is_empty(), "no task can run");
             pick = pick.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let (rank, stream) = heads[(pick >> 33) as usize % heads.len()];
-            let task = task((rank, stream));
-            next[rank][stream as usize] += 1;
-            self.run(rank, &task)?;
+            let choice = (pick >> 33) as usize;
+            // Most tasks end late: the more of them are under way, the more can go wrong.
+            if heads.is_empty() || (!taken.is_empty() && choice.is_multiple_of(16)) {
+                let (rank, task) = taken.swap_remove(choice / 16 % taken.len());
+                self.run(rank, &task)?;
+            } else {
+                let (rank, stream) = heads[choice % heads.len()];
+                taken.push((rank, task((rank, stream))));
+                next[rank][stream as usize] += 1;
+            }
         }
     }
 }
@@ -167,6 +193,7 @@ fn check_pass(
         slots,
         pushed: HashMap::new(),
         summed: HashMap::new(),
+        carried: HashMap::new(),
         zeroed: Vec::new(),
         reduced: HashMap::new(),
     };
@@ -186,6 +213,7 @@ fn check_pass(
     if pass == Pass::Forward {
         return Ok(());
     }
+    prop_assert!(run.carried.is_empty(), "sums that nobody went on from");
     // Each expert with rows has every gradient tile summed over all its blocks in order; each without is zeroed.
     let cut = |n: usize, by: u32| (n as u32).div_ceil(by);
     for (rank, p) in programs.iter().enumerate() {

@@ -166,7 +166,7 @@ impl<'a, T: Element> Tasks<'a, T> {
                 Kind::Down { block, tile } => self.down(worker, rank, block, tile),
                 Kind::DHidden { block, tile } => self.d_hidden(worker, rank, block, tile),
                 Kind::DInput { block, tile } => self.d_input(worker, rank, block, tile),
-                Kind::WGrad { weight, run, tile_m, tile_n, first } => {
+                Kind::WGrad { weight, run, tile_m, tile_n, first, .. } => {
                     self.wgrad(worker, rank, weight, &run, tile_m as usize, tile_n as usize, first);
                 }
                 Kind::ZeroGrad { expert } => self.zero_grad(rank, expert as usize),

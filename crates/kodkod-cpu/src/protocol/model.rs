@@ -148,9 +148,9 @@ impl Layer {
                 memory.dg[ring(block)].expect(block, "dg");
                 self.push(rank, block);
             }
-            Kind::WGrad { weight, run, first, .. } => {
+            Kind::WGrad { weight, run, first, last, .. } => {
                 let sum = &memory.gradient[run.expert as usize][weight as usize];
-                assert_eq!(first, run.block == 0);
+                assert_eq!((first, last), (run.block == 0, run.block == 1));
                 assert_eq!(sum.get(), run.block.checked_sub(1), "a gradient's rows out of order");
                 for block in run.block..run.block + run.blocks {
                     all(&memory.x[kept(block)], block, "x");
