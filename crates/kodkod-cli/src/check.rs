@@ -6,14 +6,18 @@
 //! - one thing that must change no bit, turned over all of its values on three inputs;
 //! - inputs that must be refused.
 //!
-//! On a GPU the same inputs run in bf16 on up to 4 ranks, with widths rounded up to multiples of 64.
+//! On a GPU the same inputs run in bf16 on up to 4 ranks, with widths rounded up to multiples of 64. A backward's kernels
+//! take seconds to compile for each shape and number of ranks, so that each input runs on few numbers of ranks, and
+//! random inputs share shapes.
 
 mod cases;
 mod contract;
 mod gpu;
+mod kernels;
 mod refused;
 
 use std::fmt;
+use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -54,9 +58,9 @@ pub(crate) struct Args {
     /// With --device cuda: only compile the kernels that are needed, into the cache; needs no GPU
     #[arg(long)]
     compile_only: bool,
-    /// Of those, one part of N
-    #[arg(long, value_name = "PART/N", hide = true, value_parser = gpu::parse_part)]
-    compile_part: Option<(usize, usize)>,
+    /// Of those, the files that are named on standard input
+    #[arg(long, hide = true)]
+    compile_named: bool,
 }
 
 /// Where the layer runs; set once, before any case is made.
@@ -103,6 +107,10 @@ impl Row {
 
     fn passed(&self) -> bool {
         self.misses.is_empty()
+    }
+
+    fn result(&self) -> &'static str {
+        if self.passed() { self.note.unwrap_or("ok") } else { "MISS" }
     }
 
     fn miss(&mut self, text: impl Into<String>) {
@@ -242,15 +250,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let start = Instant::now();
     DEVICE.get_or_init(|| args.device);
     anyhow::ensure!(on_gpu() || !args.compile_only, "--compile-only is for --device cuda");
-    if let Some((part, of)) = args.compile_part {
-        return gpu::compile_part(&args, part, of);
+    if args.compile_named {
+        return kernels::compile_named(&args);
     }
     if on_gpu() {
         // What is missing is said once and at once, not in every row.
         if !args.compile_only {
             Config::even(1, 1).group()?;
         }
-        gpu::compile_all()?;
+        kernels::compile_all(&args)?;
         if args.compile_only {
             return Ok(ExitCode::SUCCESS);
         }
@@ -260,11 +268,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         jobs.retain(|job| job.name.contains(text.as_str()));
         anyhow::ensure!(!jobs.is_empty(), "--filter {text:?}: no row's name contains it");
     }
+    let no_terminal = !std::io::stderr().is_terminal();
     let bar = ProgressBar::new(jobs.len() as u64);
     bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {wide_msg}")?);
+    // A log names a row before it runs: one that hangs is found.
+    let log = |text: String| {
+        if no_terminal {
+            eprintln!("{text}");
+        }
+    };
     let mut rows = Vec::new();
-    for job in &jobs {
+    for (at, job) in jobs.iter().enumerate() {
         bar.set_message(job.name.clone());
+        let name = format!("[{}/{}] {} ({})", at + 1, jobs.len(), job.name, precision_name(job.precision));
+        log(name.clone());
         let row = job.run();
         if args.json {
             bar.suspend(|| println!("{}", json(&row)));
@@ -272,6 +289,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         for miss in &row.misses {
             bar.suspend(|| eprintln!("miss: {} ({}): {miss}", row.name, precision_name(row.precision)));
         }
+        log(format!("{name}: {}, {} runs, {:.2} s", row.result(), row.runs, row.time.as_secs_f64()));
         rows.push(row);
         bar.inc(1);
     }
@@ -373,8 +391,9 @@ fn off_the_clamp<T: kodkod::Element>(mut step: Step<T>) -> kodkod::Result<(Step<
 /// Other splits, each with other knobs and threads: from one minibatch in the ring and nothing saved upwards.
 fn hostile(case: &Case) -> Vec<Config> {
     let (tokens, experts) = (case.step.tokens(), case.step.shape.experts);
-    let even = [1, 2, 4, 8].into_iter();
-    let even = even.filter(|&ranks| experts.is_multiple_of(ranks) && ranks <= most_ranks());
+    let even = if on_gpu() { few_ranks(case) } else { vec![1, 2, 4, 8] };
+    let even = even.into_iter();
+    let even = even.filter(|&ranks| experts.is_multiple_of(ranks));
     let even = even.map(|ranks| Config::even(tokens, ranks));
     let turn = |(i, config): (usize, Config)| {
         let config = config.threads(1 + i % 4);
@@ -386,6 +405,15 @@ fn hostile(case: &Case) -> Vec<Config> {
     };
     let splits = case.splits.iter().filter(|split| split.len() <= most_ranks());
     even.chain(splits.map(|split| Config::split(split))).enumerate().map(turn).collect()
+}
+
+/// On a GPU: one rank, and twice, for two settings of the knobs, as many as an uneven split of the case has; where there
+/// is none, the most that it can have.
+fn few_ranks(case: &Case) -> Vec<usize> {
+    let of_split = case.splits.iter().map(Vec::len).find(|&ranks| ranks <= most_ranks());
+    let most = [4, 2].into_iter().find(|&ranks| case.step.shape.experts.is_multiple_of(ranks));
+    let ranks = of_split.or(most).unwrap_or(1);
+    vec![1, ranks, ranks]
 }
 
 /// What no route touches is 0, exactly: gradients of idle experts, of routes -1, rows of tokens without routes.
@@ -494,11 +522,6 @@ fn table(rows: &[Row]) -> Table {
             (_, 0) => "same".to_owned(),
             (_, n) => format!("{n} OTHER"),
         };
-        let result = match (row.passed(), row.note) {
-            (true, None) => "ok",
-            (true, Some(note)) => note,
-            (false, _) => "MISS",
-        };
         table.add_row([
             row.name.clone(),
             precision_name(row.precision).to_owned(),
@@ -506,7 +529,7 @@ fn table(rows: &[Row]) -> Table {
             error,
             output.to_owned(),
             bits,
-            result.to_owned(),
+            row.result().to_owned(),
             format!("{:.2}", row.time.as_secs_f64()),
         ]);
     }

@@ -333,9 +333,11 @@ pub(crate) fn hard(quick: bool) -> Vec<Named> {
     all
 }
 
-/// A random case: any option, any routing, one split among many.
+/// A random case: any option, any routing, one split among many. On a GPU four in a row share a shape, and with it the
+/// kernels.
 pub(crate) fn random(seed: u64) -> Case {
-    let mut r = Random::new(seed);
+    let on_gpu = super::on_gpu();
+    let mut r = Random::new(if on_gpu { seed / 4 } else { seed });
     let experts = r.pick(&[1, 2, 4, 6, 8, 16]);
     let top_k = 1 + r.below(experts.min(6));
     let mut shape = Shape::new(8 * (4 + r.below(17)), 8 * (4 + r.below(17)), experts, top_k);
@@ -347,6 +349,12 @@ pub(crate) fn random(seed: u64) -> Case {
     shape.biases = r.chance(0.4);
     if r.chance(0.5) {
         shape.shared = shared(8 * (4 + r.below(17)), r.chance(0.5));
+    }
+    let mut ranks = vec![2, 3, 4, 8];
+    ranks.retain(|&n| experts.is_multiple_of(n) && n <= super::most_ranks());
+    if on_gpu {
+        ranks = ranks.get(r.below(ranks.len().max(1))).copied().into_iter().collect();
+        r = Random::new(!seed);
     }
     let tokens = 64 + r.below(400);
     // Some experts are far more popular than others.
@@ -368,7 +376,6 @@ pub(crate) fn random(seed: u64) -> Case {
     if r.chance(0.3) {
         step.topk_weights.iter_mut().for_each(|w| *w = 2.0 * r.unit() - 1.0);
     }
-    let ranks: Vec<_> = [2, 3, 4, 8].into_iter().filter(|&n| experts.is_multiple_of(n)).collect();
     let splits = ranks.into_iter().map(|n| ragged(tokens, n, &mut r)).collect();
     Case { step, splits, also: Also::Nothing }
 }

@@ -124,6 +124,9 @@ pub(super) fn jobs(quick: bool) -> Vec<Job> {
     both(&mut jobs, "accumulate into zeros", accumulate_zeros, accumulate_zeros);
     both(&mut jobs, "accumulate into a caller's numbers", accumulate, accumulate);
     jobs.push(Job::new("case-14 identical call 100 times", Some(Precision::Bf16), hundred));
+    if on_gpu() {
+        jobs.push(Job::new("bits: replays of a CUDA graph", Some(Precision::Bf16), gpu::graphs));
+    }
     let limit = Duration::from_millis(if quick { 50 } else { 200 });
     jobs.push(Job::new("case-18 a worker that stalls", Some(Precision::Bf16), move |row| {
         if on_gpu() { gpu::stalled(row, limit) } else { stalled(row, limit) }
@@ -164,6 +167,12 @@ fn repeats<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T>) {
 }
 
 fn hundred(mut row: Row) -> Row {
+    if on_gpu() {
+        // An input that has kernels.
+        let case = (cases::contract().swap_remove(1).build)();
+        repeat(&mut row, &case.step.convert::<bf16>(), &even(&case, 4).rows(128, 128, 0), 100);
+        return row;
+    }
     let mut r = Random::new(14);
     let ids = (0..400).map(|_| r.below(4) as i64).collect();
     let step = cases::step(Shape::new(32, 32, 4, 2), ids, &mut r).convert::<bf16>();

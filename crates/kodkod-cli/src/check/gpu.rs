@@ -1,89 +1,15 @@
-//! What checking a GPU takes beside the inputs: its kernels, compiled for all of them before, on all cores; and a task
-//! that stalls there.
+//! What only a GPU is checked for: a task that stalls there, and passes replayed from a CUDA graph.
 
-use std::collections::BTreeMap;
-use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use kodkod::cuda::driver::Device as Gpu;
-use kodkod::cuda::jit::{self, Source};
-use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, Hang, new_gradients};
+use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, Hang, new_gradients, read_gradients};
 use kodkod::{Error, Precision, Routing, bf16};
 
-use super::cases::{self, Case};
-use super::{Args, Config, DEVICE, Row, contract, hostile, most_ranks};
+use super::cases::{self, Case, Random};
+use super::{Config, DEVICE, Row};
 use crate::options::Device;
-
-pub(super) fn parse_part(text: &str) -> Result<(usize, usize), String> {
-    let parts = text.split_once('/').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-    parts.filter(|(part, of)| part < of).ok_or_else(|| "PART/N, PART less than N".into())
-}
-
-/// Compiles what this run needs that the cache does not have, in as many processes as there are cores: NVRTC runs one
-/// compilation at a time in each.
-pub(super) fn compile_all() -> anyhow::Result<()> {
-    let (start, cores) = (Instant::now(), std::thread::available_parallelism().map_or(1, usize::from));
-    let program = std::env::current_exe().context("the path of this program")?;
-    let parts = (0..cores)
-        .map(|part| {
-            let mut command = Command::new(&program);
-            command.args(std::env::args_os().skip(1)).arg("--compile-part").arg(format!("{part}/{cores}"));
-            command.stderr(Stdio::piped()).spawn().context("a process to compile in")
-        })
-        .collect::<anyhow::Result<Vec<_>>>()?;
-    // All are waited for, so that none is left behind.
-    let outputs: Vec<_> = parts.into_iter().map(|part| part.wait_with_output()).collect();
-    for output in outputs {
-        let output = output?;
-        let words = String::from_utf8_lossy(&output.stderr);
-        anyhow::ensure!(output.status.success(), "{}", words.trim().trim_start_matches("error: "));
-    }
-    eprintln!("kernels compiled, or found in the cache, in {:.1} s", start.elapsed().as_secs_f64());
-    Ok(())
-}
-
-/// One part of the files: every `of`-th in the sorted list of all that are needed, which is the same in every process.
-pub(super) fn compile_part(args: &Args, part: usize, of: usize) -> anyhow::Result<ExitCode> {
-    let wanted = |name: &str| args.filter.as_ref().is_none_or(|text| name.contains(text.as_str()));
-    let mut files = BTreeMap::new();
-    let mut add = |case: &Case, configs: Vec<Config>| -> anyhow::Result<()> {
-        let shape = &case.step.shape;
-        for config in configs.into_iter().filter(|c| c.tokens_per_rank.len() <= most_ranks()) {
-            let Ok(defines) = CudaLayer::defines(shape, &config.knobs(shape), &config.tokens_per_rank, Precision::F32) else {
-                continue; // The row itself will say why.
-            };
-            for source in Source::ALL {
-                files.entry(jit::file_name(source, &defines)).or_insert_with(|| (source, defines.clone()));
-            }
-        }
-        Ok(())
-    };
-    let alone = |case: &Case| Config::even(case.step.tokens(), 1);
-    let count = args.cases.unwrap_or(if args.quick { 10 } else { 40 }) as u64;
-    for named in cases::hard(args.quick).into_iter().filter(|named| wanted(&named.name)) {
-        let case = (named.build)();
-        add(&case, hostile(&case).into_iter().chain([alone(&case)]).collect())?;
-    }
-    for seed in args.seed..args.seed.saturating_add(count) {
-        if wanted(&format!("random, seed {seed}")) {
-            let case = cases::random(seed);
-            add(&case, hostile(&case).into_iter().chain([alone(&case)]).collect())?;
-        }
-    }
-    // Rows of the contract share their inputs.
-    let contract = contract::jobs(args.quick).iter().any(|job| wanted(&job.name));
-    for named in cases::contract().into_iter().filter(|_| contract) {
-        let case = (named.build)();
-        add(&case, contract::configs(&case).into_iter().chain([alone(&case)]).collect())?;
-    }
-    for (index, (_, (source, defines))) in files.into_iter().enumerate() {
-        if index % of == part {
-            jit::cubin(source, &defines)?;
-        }
-    }
-    Ok(ExitCode::SUCCESS)
-}
+use crate::step::{Gradients, Outputs};
 
 /// A tile of one rank never ends: the call returns within the limit and names a rank, its task and its counter; the
 /// next call on the same layer has the right bits.
@@ -152,6 +78,89 @@ fn stall(
     if !same {
         row.bit_mismatches += 1;
         row.miss(format!("{what}: other bits in the call after"));
+    }
+    Ok(())
+}
+
+/// Passes are captured once, then replayed with other rows, routes and weights: the bits of direct calls.
+pub(super) fn graphs(mut row: Row) -> Row {
+    let case = (cases::contract().swap_remove(1).build)();
+    for ranks in [1, 2, 4] {
+        if let Err(error) = graph(&mut row, &case, ranks) {
+            row.miss(format!("{ranks} ranks: {error}"));
+        }
+    }
+    row
+}
+
+fn graph(row: &mut Row, case: &Case, ranks: usize) -> kodkod::cuda::Result<()> {
+    let Some(&Device::Cuda(ordinal)) = DEVICE.get() else { return Ok(()) };
+    let (gpu, step) = (Gpu::new(ordinal)?, case.step.convert::<bf16>());
+    let shape = &step.shape;
+    let split = Routing::even_split(step.tokens(), ranks);
+    let routing = step.routing(&split)?;
+    let knobs = Config::even(step.tokens(), ranks).rows(128, 256, 128).knobs(shape);
+    let layer = CudaLayer::new(&gpu, shape, &knobs, &split, Precision::F32)?;
+    let dy = step.dy.as_deref().unwrap_or_default();
+    let on_gpu = DeviceStep::new(shape, &step.x, dy, routing.ids(), routing.weights())?;
+    let (weights, gradients) =
+        (DeviceWeights::from_host(&step.weights.as_ref())?, new_gradients::<f32>(shape)?);
+    let stream = layer.stream();
+    // All that a run leaves, in buffers that hold NaN before.
+    let outcome = |run: &dyn Fn() -> kodkod::cuda::Result<()>| {
+        layer.poison()?;
+        for rows in [&on_gpu.y, &on_gpu.dx] {
+            rows.fill(0xff, stream)?;
+        }
+        on_gpu.d_topk_weights.fill(0xff, stream)?;
+        gradients.as_ref().try_map(|b| b.fill(0xff, stream), |b| b.fill(0xff, stream))?;
+        run()?;
+        layer.finish()?;
+        Ok::<_, kodkod::cuda::Error>(Outputs {
+            y: on_gpu.y.read()?,
+            gradients: Some(Gradients {
+                dx: on_gpu.dx.read()?,
+                d_topk_weights: on_gpu.d_topk_weights.read()?,
+                weights: read_gradients(&gradients)?,
+            }),
+            forward: Duration::ZERO,
+            backward: Duration::ZERO,
+        })
+    };
+    let captured = layer.capture(&on_gpu, &weights, Some(&gradients))?;
+    let (tokens, k, experts) = (step.tokens(), shape.top_k, shape.experts as i64);
+    let mut random = Random::new(63);
+    let mut id = |other: &str| match other {
+        "no route" => -1,
+        "one expert" => 3,
+        _ => random.below(experts as usize + 1) as i64 - 1,
+    };
+    for (seed, other) in
+        ["its own", "other routes", "one expert", "no route", "other routes"].into_iter().enumerate()
+    {
+        if seed > 0 {
+            let ids = (0..tokens * k).map(|_| id(other)).collect();
+            let step = cases::step(shape.clone(), ids, &mut Random::new(seed as u64)).convert::<bf16>();
+            let routing = step.routing(&split)?;
+            on_gpu.x.write(&step.x)?;
+            on_gpu.dy.write(step.dy.as_deref().unwrap_or_default())?;
+            on_gpu.ids.write(routing.ids())?;
+            on_gpu.topk_weights.write(routing.weights())?;
+            weights.gate.write(&step.weights.gate)?;
+            weights.up.write(&step.weights.up)?;
+            weights.down.write(&step.weights.down)?;
+        }
+        let what = format!("{ranks} ranks, replay {seed} ({other})");
+        let direct = outcome(&|| {
+            layer.forward(&on_gpu, &weights)?;
+            layer.backward(&on_gpu, &weights, &gradients, false)
+        })?;
+        let replayed = outcome(&|| captured.launch())?;
+        row.runs += 2;
+        row.same_bits(&what, &direct, &replayed);
+        if direct.named().iter().any(|(_, values)| values.iter().any(|v| !v.is_finite())) {
+            row.miss(format!("{what}: an output is not finite"));
+        }
     }
     Ok(())
 }
