@@ -2,6 +2,19 @@
 //!
 //! Exit status: 0 when all went well, 1 when a check missed, 2 for bad input or a failure.
 
+/// The standard library's, but where nothing can be written, as on a full disk, it ends the command with an error
+/// instead of a panic. All modules below use it.
+#[cfg(not(test))]
+macro_rules! println {
+    ($($text:tt)*) => { $crate::print_line(format_args!($($text)*)) };
+}
+
+/// The same for what is said beside the output: where it cannot be written, nobody is told.
+#[cfg(not(test))]
+macro_rules! eprintln {
+    ($($text:tt)*) => {{ let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($text)*))); }};
+}
+
 mod bench;
 mod check;
 mod doctor;
@@ -40,7 +53,12 @@ enum Command {
 
 fn main() -> ExitCode {
     end_on_closed_pipe();
-    let result = match Cli::parse().command {
+    // A help that is asked for is an error too, with status 0; it counts only if somebody could read it.
+    let command = Cli::try_parse().map(|cli| cli.command).unwrap_or_else(|text| match text.print() {
+        Ok(()) => std::process::exit(text.exit_code()),
+        Err(error) => end_without_output(&error),
+    });
+    let result = match command {
         Command::Train(args) => train::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Check(args) => check::run(args),
@@ -51,6 +69,20 @@ fn main() -> ExitCode {
         eprintln!("error: {error:#}");
         ExitCode::from(2)
     })
+}
+
+#[cfg(not(test))]
+fn print_line(text: std::fmt::Arguments) {
+    use std::io::Write;
+    let mut out = std::io::stdout().lock();
+    if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush()) {
+        end_without_output(&error);
+    }
+}
+
+fn end_without_output(error: &std::io::Error) -> ! {
+    eprintln!("error: standard output: {error}");
+    std::process::exit(2)
 }
 
 /// A reader that leaves early (`| head`) ends the command without a word, as it does with others.

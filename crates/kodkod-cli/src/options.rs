@@ -1,9 +1,12 @@
-//! Options that several subcommands share: the machine and the knobs.
+//! Options that several subcommands share: the machine, the knobs, and where a file is written.
 
 use std::fmt;
+use std::fs::{self, File};
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
+use anyhow::{Context, ensure};
 use kodkod::{CpuOptions, ExpertGroup, Isa, Knobs, Shape};
 
 /// The five knobs; what is not given follows the shape.
@@ -117,4 +120,16 @@ impl MachineOptions {
             Device::Cuda(_) => Knobs::for_gpu(shape),
         })
     }
+}
+
+/// Whether a file can be written to `out`: found out before a long run, not after it. What is there stays as it is.
+pub(crate) fn check_writable(out: &Path) -> anyhow::Result<()> {
+    let needed =
+        || format!("--out {}: a file in a folder that exists and can be written to is needed", out.display());
+    let path = std::path::absolute(out).with_context(needed)?;
+    ensure!(!path.is_dir(), needed());
+    let mut probe = path.into_os_string();
+    probe.push(format!(".{}.part", std::process::id()));
+    File::create_new(&probe).with_context(needed)?;
+    fs::remove_file(&probe).with_context(needed)
 }

@@ -13,16 +13,16 @@
 
 mod file;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use comfy_table::{Table, presets};
 use kodkod::{Element, ExpertGroup, Precision, Routing, bf16, schedule};
 use safetensors::Dtype;
 use serde_json::json;
 
-use crate::options::{Device, KnobOptions, MachineOptions};
+use crate::options::{Device, KnobOptions, MachineOptions, check_writable};
 use crate::step::{Comparison, Outputs, Step, tolerance};
 use file::{StepFile, Tensor};
 
@@ -67,7 +67,10 @@ fn parse_precision(text: &str) -> Result<Precision, String> {
 /// Runs it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if let Some(out) = &args.out {
-        check_writable(out, &args.file)?;
+        if let (Ok(a), Ok(b)) = (out.canonicalize(), args.file.canonicalize()) {
+            ensure!(a != b, "--out {}: this is the input, another file is needed", out.display());
+        }
+        check_writable(out)?;
     }
     let file = StepFile::open(&args.file)?;
     let rows = file.x_dtype();
@@ -78,20 +81,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         Precision::Bf16 => replay::<bf16>(&args, file.step()?, rows),
         Precision::F32 => replay::<f32>(&args, file.step()?, rows),
     }
-}
-
-/// Finds out before a long run, not after it.
-fn check_writable(out: &Path, input: &Path) -> anyhow::Result<()> {
-    let path = std::path::absolute(out).with_context(|| format!("--out {}", out.display()))?;
-    if !path.parent().is_some_and(Path::is_dir) || path.is_dir() {
-        bail!("--out {}: a file in a folder that exists is needed", out.display());
-    }
-    if let (Ok(a), Ok(b)) = (out.canonicalize(), input.canonicalize())
-        && a == b
-    {
-        bail!("--out {}: this is the input, another file is needed", out.display());
-    }
-    Ok(())
 }
 
 fn replay<T: Element>(args: &Args, step: Step<T>, rows: Dtype) -> anyhow::Result<ExitCode> {

@@ -505,6 +505,13 @@ fn bad_input_is_refused_with_its_name_and_value() {
             &["--out", "/no/such/folder/out"],
             &["--out", "/no/such/folder/out"],
         ),
+        // Refused although the step is wrong too: it is found before the step is read.
+        (
+            "an output in a folder that nobody can write to",
+            |s| drop(s.tensors.remove("x")),
+            &["--out", "/proc/out"],
+            &["--out", "/proc/out", "can be written to"],
+        ),
     ];
     let mut failed = Vec::new();
     for (name, change, args, words) in cases {
@@ -568,4 +575,18 @@ fn an_output_is_never_the_input_and_a_refused_step_leaves_no_file() {
     step.write(&input);
     assert_eq!(replay(&input, &["--out", out.to_str().expect("UTF-8")]).status.code(), Some(2));
     assert_eq!(std::fs::read_dir(folder.path()).expect("the folder").count(), 1, "only the input is there");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_is_an_error_and_no_panic() {
+    let (_folder, input, _) = folder(&Step::new(everything(), Dtype::BF16));
+    for extra in [&[][..], &["--json"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").expect("Linux has it");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kodkod"));
+        let output = command.arg("replay").arg(&input).args(extra).stdout(full).output().expect("it runs");
+        let said = String::from_utf8_lossy(&output.stderr);
+        println!("{said}");
+        assert!(output.status.code() == Some(2) && said.contains("error: standard output"), "{said}");
+    }
 }
