@@ -15,7 +15,10 @@ use clap::ValueEnum;
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
 use kodkod::schedule::experts_per_rank;
-use kodkod::{Element, ExpertGroup, Isa, Knobs, MoeLayer, Routing, Shape, WeightGradients, bf16, gemm};
+use kodkod::{
+    Element, ExpertGroup, GradientElement, Isa, Knobs, MoeLayer, Precision, Routing, Shape, WeightGradients,
+    bf16, gemm,
+};
 use serde::Serialize;
 
 use crate::inputs::random_step;
@@ -42,6 +45,9 @@ pub(crate) struct Args {
     /// What rows and weights are stored in
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     precision: Storage,
+    /// What the gradients of weights are stored in
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
+    gradients: Storage,
     /// Timed repeats of each measurement; the median counts [default: 5; 20 on a GPU]
     #[arg(long, value_name = "N")]
     repeat: Option<usize>,
@@ -77,7 +83,7 @@ enum Timed {
     /// The forward
     #[serde(rename = "fwd")]
     Fwd,
-    /// The backward into existing f32 gradients, overwriting them
+    /// The backward into existing gradients, overwriting them
     #[serde(rename = "bwd")]
     Bwd,
     /// One after the other
@@ -110,6 +116,7 @@ struct Row {
     dense_tflops: Option<f64>,
     fraction_of_dense: Option<f64>,
     precision: Storage,
+    gradients: Storage,
     /// None on a GPU.
     isa: Option<String>,
     threads: usize,
@@ -180,6 +187,9 @@ impl Args {
         match (self.machine.device, self.dense_tflops) {
             (Device::Cpu, Some(_)) => bail!("--dense-tflops is for a GPU: the CPU's rate is measured"),
             (Device::Cuda(_), _) if self.memory => bail!("--memory is for --device cpu"),
+            _ if self.memory && self.gradients != Storage::F32 => {
+                bail!("--gradients {}: gradients are no symmetric memory", self.gradients.precision())
+            }
             (Device::Cuda(_), _) if self.precision == Storage::F32 => {
                 bail!("--precision f32: a GPU computes in bf16; for f32 there is --device cpu")
             }
@@ -240,13 +250,27 @@ impl Args {
         let size = if self.precision == Storage::Bf16 { 2 } else { 4 };
         let (h, i) = (shape.hidden as u64, shape.intermediate as u64);
         let weights = 3 * h * (shape.experts as u64 * i + shape.shared.map_or(0, |s| s.intermediate as u64));
-        let gradients = if self.backward() { 4 } else { 0 };
+        // The CPU sums those in bf16 in f32 beside them.
+        let gradients = match (self.gradients, self.machine.device) {
+            _ if !self.backward() => 0,
+            (Storage::F32, _) => 4,
+            (Storage::Bf16, Device::Cpu) => 6,
+            (Storage::Bf16, _) => 2,
+        };
         let routes = largest(&self.tokens) * largest(&self.ranks) * shape.slots() as u64;
         weights * (size + gradients) + routes * size * (2 * h + 4 * i)
     }
 }
 
 fn measure_all<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
+    match args.gradients {
+        Storage::Bf16 => measure_into::<T, bf16>(args),
+        Storage::F32 => measure_into::<T, f32>(args),
+    }
+}
+
+/// With gradients in `G`.
+fn measure_into<T: Element, G: GradientElement>(args: &Args) -> anyhow::Result<ExitCode> {
     let bar = progress(args.shape.len() * args.tokens.len() * args.ranks.len());
     let mut rows = Vec::new();
     for named in &args.shape {
@@ -255,7 +279,7 @@ fn measure_all<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
         let most = |list: &[usize]| list.iter().max().copied().unwrap_or(0);
         let step: Step<T> =
             random_step(&named.shape, most(&args.tokens) * most(&args.ranks), args.backward(), 1);
-        let mut gradients = args.backward().then(|| WeightGradients::zeros(&named.shape));
+        let mut gradients = args.backward().then(|| WeightGradients::zeros_in::<G>(&named.shape));
         for &tokens in &args.tokens {
             for &ranks in &args.ranks {
                 bar.set_message(format!("{}, {tokens} tokens on each of {ranks} ranks", named.name));
@@ -277,10 +301,11 @@ fn measure_all<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
     if !args.json {
         let group = args.machine.group(1)?;
         println!(
-            "cpu, {} threads, {}, {}; medians of {} repeats; dense: {n} x {n} x {n}",
+            "cpu, {} threads, {}, {}, gradients in {}; medians of {} repeats; dense: {n} x {n} x {n}",
             group.threads(),
             group.isa().map_or_else(String::new, |isa| isa.to_string()),
-            rows.first().map_or("", |r| r.precision.name()),
+            args.precision.precision(),
+            args.gradients.precision(),
             args.repeat(),
             n = args.dense_size
         );
@@ -298,13 +323,13 @@ struct Times {
     routes: usize,
 }
 
-fn measure<T: Element>(
+fn measure<T: Element, G: GradientElement>(
     args: &Args,
     group: &ExpertGroup,
     knobs: Knobs,
     step: &Step<T>,
     tokens_per_rank: usize,
-    mut gradients: Option<&mut WeightGradients>,
+    mut gradients: Option<&mut WeightGradients<Vec<G>, Vec<f32>>>,
 ) -> anyhow::Result<Times> {
     let (shape, tokens) = (&step.shape, tokens_per_rank * group.ranks());
     let layer = MoeLayer::<T>::new(group, shape.clone(), knobs)?;
@@ -362,6 +387,7 @@ fn row(
         dense_tflops: Some(dense_tflops),
         fraction_of_dense: Some(tflops / dense_tflops),
         precision: args.precision,
+        gradients: args.gradients,
         isa: group.isa().map(|isa| isa.to_string()),
         threads: group.threads(),
         repeat: args.repeat(),
@@ -452,10 +478,10 @@ impl Timed {
 }
 
 impl Storage {
-    fn name(self) -> &'static str {
+    fn precision(self) -> Precision {
         match self {
-            Storage::Bf16 => "bf16",
-            Storage::F32 => "f32",
+            Storage::Bf16 => Precision::Bf16,
+            Storage::F32 => Precision::F32,
         }
     }
 }

@@ -52,6 +52,24 @@ fn the_table_has_a_row_a_pass() {
     assert_eq!(out.lines().filter(|line| line.contains("64x32x4x2") && line.contains("fwd")).count(), 1);
 }
 
+#[test]
+fn gradients_are_stored_in_either_type() {
+    for gradients in ["f32", "bf16"] {
+        let args =
+            [&TINY[..], &["--tokens", "16", "--ranks", "2", "--pass", "bwd", "--gradients", gradients]]
+                .concat();
+        let rows = lines(&[&args[..], &["--json"]].concat());
+        assert_eq!((rows.len(), &rows[0]["gradients"]), (1, &gradients.into()));
+        let out = bench(&args).stdout;
+        let out = String::from_utf8_lossy(&out);
+        assert!(out.contains(&format!("gradients in {gradients}")), "{out}");
+    }
+    let err = bench(&["--memory", "--gradients", "bf16"]).stderr;
+    let err = String::from_utf8_lossy(&err);
+    println!("{err}");
+    assert!(err.contains("--gradients bf16"), "{err}");
+}
+
 /// Beyond the slots that rows are pushed to, the peak of symmetric memory follows ring and saved rows, not tokens.
 #[test]
 fn memory_follows_the_ring_not_the_tokens() {

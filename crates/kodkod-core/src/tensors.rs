@@ -157,6 +157,13 @@ impl<S, G> WeightGradients<S, G> {
         }
     }
 
+    /// The parts in a fixed order: gate, up and down, of the routed experts, then of the shared; and the others.
+    pub fn into_parts(self) -> (Vec<S>, Vec<G>) {
+        let (mut weights, mut rest) = (Vec::new(), Vec::new());
+        self.map(|s| weights.push(s), |g| rest.push(g));
+        (weights, rest)
+    }
+
     /// Every part through a function: gate, up and down through `weight`, the others through `rest`.
     pub fn map<S2, G2>(
         self,
@@ -278,5 +285,40 @@ impl<T> WeightGradients<&mut [T], &mut [f32]> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shape::Shared;
+
+    #[test]
+    fn parts_keep_their_order_and_bf16_is_rounded_once() {
+        let mut shape = Shape::new(16, 8, 2, 1);
+        shape.biases = true;
+        shape.shared = Some(Shared { intermediate: 24, output_gate: true });
+        let mut next = 0;
+        let mut fill = |n: usize| {
+            next += 1;
+            (0..n).map(|i| next as f32 + i as f32 / 256.0).collect::<Vec<_>>()
+        };
+        let (weights, rest) = WeightGradients::lens(&shape).into_parts();
+        assert_eq!((weights, rest), (vec![256, 256, 256, 384, 384, 384], vec![16, 16, 32, 16]));
+        let (gate, up, down) = (fill(256), fill(256), fill(256));
+        let mut g = WeightGradients { gate, up, down, ..WeightGradients::zeros(&shape) };
+        g.as_mut().validate(&shape).unwrap();
+        let mut rounded = g.convert::<bf16>();
+        rounded.as_mut().validate(&shape).unwrap();
+        // Between 1 and 2 a bf16 has 7 bits: 1 + 3/256 lies between 1 + 2/256 and 1 + 4/256, and the tie is to even.
+        assert_eq!(
+            (rounded.gate[2].to_f32(), rounded.gate[3].to_f32()),
+            (1.0 + 2.0 / 256.0, 1.0 + 4.0 / 256.0)
+        );
+        assert_eq!((&rounded.biases, &rounded.convert::<bf16>()), (&g.biases, &rounded));
+        let widened = rounded.convert::<f32>();
+        assert!(widened.named().iter().map(|part| part.0).eq(g.named().iter().map(|part| part.0)));
+        assert!(widened.up.iter().zip(&g.up).all(|(a, b)| (a - b).abs() <= b / 256.0) && widened.up != g.up);
+        assert!(f32::as_f32(&mut g.gate).is_ok() && bf16::as_f32(&mut rounded.gate).is_err());
     }
 }

@@ -7,7 +7,9 @@ use std::time::Duration;
 use kodkod_core::numerics::Act;
 use kodkod_core::program::{Pass, Program};
 use kodkod_core::schedule::experts_per_rank;
-use kodkod_core::{Error, Knobs, Result, Routing, Schedule, Shape, WeightGradients, Weights};
+use kodkod_core::{
+    Error, GradientElement, Knobs, Result, Routing, Schedule, Shape, WeightGradients, Weights,
+};
 
 use crate::Element;
 use crate::gemm::Isa;
@@ -162,15 +164,18 @@ impl CpuGroup {
     /// `dx` `[tokens, hidden]` and `d_topk_weights` `[tokens, top_k]`, for the `x` and weights of the forward that
     /// `saved` is from. The arguments are checked, as for the forward.
     ///
+    /// Gradients in `f32` are summed in place. Those in bf16 are summed in an `f32` buffer that lives as long as this
+    /// call, as large as the gradient, and rounded from it at the end.
+    ///
     /// # Errors
-    /// [`Error::Stalled`] where a task waited too long.
-    pub fn backward<T: Element>(
+    /// [`Error::Stalled`] where a task waited too long; gradients in bf16 are then as they were.
+    pub fn backward<T: Element, G: GradientElement>(
         &self,
         saved: &Saved<T>,
         dy: &[T],
         x: &[T],
         weights: &Weights<T>,
-        gradients: WeightGradients<&mut [f32]>,
+        gradients: WeightGradients<&mut [G], &mut [f32]>,
         accumulate: bool,
     ) -> Result<(Vec<T>, Vec<f32>)> {
         let mut machine = self.lock();
@@ -180,10 +185,26 @@ impl CpuGroup {
             Program::all(Pass::Backward, shape, &saved.knobs, &TILES, routing, &saved.schedules, ring_holds);
         let mut dx = vec![T::default(); x.len()];
         let mut d_w = vec![0.0; routing.weights().len()];
-        let gradients = Some(shared_gradients(gradients));
+        let mut sums: Vec<(Vec<f32>, &mut [G])> = Vec::new();
+        let sum_of = |gradient| match G::as_f32(gradient) {
+            Ok(sum) => Shared(sum.as_mut_ptr()),
+            Err(gradient) => {
+                let mut sum = match accumulate {
+                    true => gradient.iter().map(|v| v.to_f32()).collect(),
+                    false => vec![0.0; gradient.len()],
+                };
+                let address = Shared(sum.as_mut_ptr());
+                sums.push((sum, gradient));
+                address
+            }
+        };
+        let gradients = Some(gradients.map(sum_of, |rest: &mut [f32]| Shared(rest.as_mut_ptr())));
         // Rows that are computed again take the place of those that the forward left.
         machine.ring_holder = None;
         self.run(&mut machine, saved, &programs, x, dy, weights, &mut dx, &mut d_w, gradients, accumulate)?;
+        for (sum, gradient) in sums {
+            gradient.iter_mut().zip(sum).for_each(|(to, sum)| *to = G::from_f32(sum));
+        }
         Ok((dx, d_w))
     }
 
@@ -321,26 +342,6 @@ impl<T: Element> PassBuffers<T> {
 fn row_widths(shape: &Shape) -> [usize; 3] {
     let width = shape.intermediate.max(shape.shared.map_or(0, |s| s.intermediate));
     [shape.hidden, width, width]
-}
-
-fn shared_gradients(gradients: WeightGradients<&mut [f32]>) -> WeightGradients<Shared<f32>> {
-    let share = |slice: &mut [f32]| Shared(slice.as_mut_ptr());
-    WeightGradients {
-        gate: share(gradients.gate),
-        up: share(gradients.up),
-        down: share(gradients.down),
-        biases: gradients.biases.map(|b| kodkod_core::Biases {
-            gate: share(b.gate),
-            up: share(b.up),
-            down: share(b.down),
-        }),
-        shared: gradients.shared.map(|s| kodkod_core::SharedWeights {
-            gate: share(s.gate),
-            up: share(s.up),
-            down: share(s.down),
-            output_gate: s.output_gate.map(share),
-        }),
-    }
 }
 
 impl<T> Saved<T> {

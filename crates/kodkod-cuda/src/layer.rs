@@ -230,12 +230,12 @@ struct Rank {
     d_w: Buffer<f32>,
     /// What a forward leaves for its backward: `[tokens]`
     output_gates: Buffer<f32>,
+    /// Sums of a routed expert's gradients that go on in the next minibatch; where gradients are bf16.
+    carry: Option<Buffer<f32>>,
 }
 
 /// Bytes of a `program::Program`.
 const PROGRAM_BYTES: usize = 144;
-    /// Sums of a routed expert's gradients that go on in the next minibatch; where gradients are bf16.
-    carry: Option<Buffer<f32>>,
 
 impl CudaLayer {
     /// Compiles the kernels, or takes them from the cache, and allocates. `gradients`: what the gradients of gate, up and
@@ -248,32 +248,32 @@ impl CudaLayer {
         shape: &Shape,
         knobs: &Knobs,
         tokens_per_rank: &[usize],
+        gradients: Precision,
     ) -> Result<Self> {
         Self::build(device, shape, knobs, tokens_per_rank, gradients, false)
     }
 
-        gradients: Precision,
     /// The same, with kernels that stamp the begin and end of every task: see [`CudaLayer::stamps`].
     pub fn traced(
         device: &Arc<Device>,
         shape: &Shape,
         knobs: &Knobs,
         tokens_per_rank: &[usize],
+        gradients: Precision,
     ) -> Result<Self> {
         Self::build(device, shape, knobs, tokens_per_rank, gradients, true)
     }
 
-        gradients: Precision,
     fn build(
         device: &Arc<Device>,
         shape: &Shape,
         knobs: &Knobs,
         tokens_per_rank: &[usize],
+        gradients: Precision,
         traced: bool,
     ) -> Result<Self> {
         device.make_current()?;
         let sizes = Sizes::new(shape, knobs, tokens_per_rank)?;
-        gradients: Precision,
         let mut defines = sizes.defines(shape, gradients);
         if traced {
             defines.push(("TRACE", "1".into()));
@@ -307,25 +307,30 @@ impl CudaLayer {
             shape: shape.clone(),
             knobs: *knobs,
             tokens: tokens_per_rank.to_vec(),
+            gradients,
             kernels,
             _modules: modules,
             ranks,
             stream: Stream::new()?,
-            gradients,
             scheduled: Event::new()?,
             limit: Duration::from_secs(10),
             abort: Buffer::from_host(&[0])?,
+            shared_carry: shared.map(|s| Buffer::new(3 * s.intermediate * shape.hidden)).transpose()?,
             hang: None,
             trace: traced.then(trace).transpose()?,
         };
         for rank in 0..layer.ranks.len() {
-            shared_carry: shared.map(|s| Buffer::new(3 * s.intermediate * shape.hidden)).transpose()?,
             let bytes: Vec<u8> = [0, 1].iter().flat_map(|&pass| layer.program(pass, rank, &sizes)).collect();
             layer.ranks[rank].programs.write(&bytes)?;
             layer.ranks[rank].stall.fill(0, &layer.stream)?;
         }
         device.synchronize()?;
         Ok(layer)
+    }
+
+    /// What the gradients of gate, up and down are stored in.
+    pub fn gradients(&self) -> Precision {
+        self.gradients
     }
 
     /// The stream that a pass begins and ends in.
@@ -338,11 +343,11 @@ impl CudaLayer {
         shape: &Shape,
         knobs: &Knobs,
         tokens_per_rank: &[usize],
+        gradients: Precision,
     ) -> Result<Vec<(&'static str, String)>> {
         Ok(Sizes::new(shape, knobs, tokens_per_rank)?.defines(shape, gradients))
     }
 
-        gradients: Precision,
     /// Builds the schedule: what every pass starts with.
     pub fn schedule(&self, step: &DeviceStep) -> Result<()> {
         let experts = self.shape.experts as u32;
@@ -471,13 +476,13 @@ impl CudaLayer {
                 values.fill(0xff, &self.stream)?;
             }
         }
+        if let Some(carry) = &self.shared_carry {
+            carry.fill(0xff, &self.stream)?;
+        }
         Ok(())
     }
 
     /// Forgets the stamps of the passes so far.
-        if let Some(carry) = &self.shared_carry {
-            carry.fill(0xff, &self.stream)?;
-        }
     pub fn clear_stamps(&self) -> Result<()> {
         match &self.trace {
             Some(trace) => trace.stamped.fill(0, &self.stream),
@@ -543,6 +548,10 @@ impl CudaLayer {
             }
         }
         let Some(g) = gradients else { return Ok(()) };
+        if T::PRECISION != self.gradients {
+            let allowed = format!("the layer was compiled for gradients in {}", self.gradients);
+            return Err(kodkod_core::Error::invalid("gradients", T::PRECISION, allowed).into());
+        }
         len("dw_gate", g.gate.len(), &[e, i, h])?;
         len("dw_up", g.up.len(), &[e, i, h])?;
         len("dw_down", g.down.len(), &[e, h, i])?;
@@ -557,10 +566,6 @@ impl CudaLayer {
             len("d_shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
             len("d_shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
             len("d_shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
-        if T::PRECISION != self.gradients {
-            let allowed = format!("the layer was compiled for gradients in {}", self.gradients);
-            return Err(kodkod_core::Error::invalid("gradients", T::PRECISION, allowed).into());
-        }
             if shared.output_gate {
                 let gate = w.and_then(|w| w.output_gate.as_ref());
                 len("d_shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
@@ -857,6 +862,7 @@ impl Sizes {
             ("LIMIT_ON", u32::from(limit.is_some()).to_string()),
             ("BIASES", u32::from(shape.biases).to_string()),
             ("HAS_OUTPUT_GATE", u32::from(shape.shared.is_some_and(|s| s.output_gate)).to_string()),
+            ("BF16_GRADIENTS", u32::from(gradients == Precision::Bf16).to_string()),
             ("D_HIDDEN_TILES", shape.intermediate.max(shared).div_ceil(256).to_string()),
         ]
     }
@@ -871,7 +877,6 @@ impl Rank {
             stream: Stream::new()?,
             done: Event::new()?,
             counts: Buffer::new(shape.experts)?,
-            ("BF16_GRADIENTS", u32::from(gradients == Precision::Bf16).to_string()),
             rows: Buffer::new(local)?,
             first_block: Buffer::new(local + 1)?,
             first_run: Buffer::new(local + 1)?,
@@ -890,10 +895,10 @@ impl Rank {
             combine: Buffer::new(tokens * shape.slots() * shape.hidden)?,
             d_w: Buffer::new(tokens * shape.slots())?,
             output_gates: Buffer::new(tokens)?,
-        })
-    }
-}
             // Two slots of an expert's gate, up and down.
             carry: (gradients == Precision::Bf16)
                 .then(|| Buffer::new(2 * 3 * shape.intermediate * shape.hidden))
                 .transpose()?,
+        })
+    }
+}

@@ -4,12 +4,15 @@
 //! when it goes, so a step like the one before allocates nothing. A backward finds what its forward left there; where another forward came between, it runs its own
 //! forward again, which gives the same bits.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
-use kodkod_core::{Error, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights};
-use kodkod_cuda::driver::{Buffer, Device};
+use kodkod_core::{
+    Error, GradientElement, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights,
+};
+use kodkod_cuda::driver::Device;
 use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, new_gradients};
 
 /// Most virtual ranks of one GPU.
@@ -59,7 +62,8 @@ struct Held {
     layer: CudaLayer,
     step: DeviceStep,
     weights: DeviceWeights,
-    gradients: Option<DeviceGradients>,
+    /// [`DeviceGradients`] of the type that the layer was compiled for.
+    gradients: Option<Box<dyn Any + Send>>,
     /// The forward whose rows are in the buffers.
     call: Option<u64>,
 }
@@ -98,7 +102,7 @@ impl OnGpu {
     ) -> Result<(Vec<bf16>, SavedOnGpu)> {
         let call = CALLS.fetch_add(1, Ordering::Relaxed);
         let mut all = lock(&self.held);
-        let held = self.forward_as(call, &mut all, x, routing, weights)?;
+        let held = self.forward_as(call, &mut all, x, routing, weights, None)?;
         Ok((held.step.y.read()?, SavedOnGpu { call, shape: self.shape.clone(), routing: routing.clone() }))
     }
 
@@ -109,9 +113,10 @@ impl OnGpu {
         x: &[bf16],
         routing: &Routing,
         weights: &Weights<bf16>,
+        gradients: Option<Precision>,
     ) -> Result<&'a mut Held> {
         self.group.device.make_current()?;
-        let held = self.fit(all, x, routing, weights)?;
+        let held = self.fit(all, x, routing, weights, gradients)?;
         held.call = None;
         held.step.x.write(x)?;
         held.step.ids.write(routing.ids())?;
@@ -124,54 +129,72 @@ impl OnGpu {
         Ok(held)
     }
 
-    pub(crate) fn backward(
+    pub(crate) fn backward<G: GradientElement>(
         &self,
         saved: &SavedOnGpu,
         dy: &[bf16],
         x: &[bf16],
         weights: &Weights<bf16>,
-        gradients: WeightGradients<&mut [f32]>,
+        gradients: WeightGradients<&mut [G], &mut [f32]>,
         accumulate: bool,
     ) -> Result<(Vec<bf16>, Vec<f32>)> {
         self.group.device.make_current()?;
         let mut all = lock(&self.held);
-        match all.iter().position(|held| held.call == Some(saved.call)) {
+        let ready = |held: &Held| held.call == Some(saved.call) && held.layer.gradients() == G::PRECISION;
+        match all.iter().position(ready) {
             Some(at) => all[..=at].rotate_right(1),
-            None => drop(self.forward_as(saved.call, &mut all, x, &saved.routing, weights)?),
+            None => {
+                let gradients = Some(G::PRECISION);
+                self.forward_as(saved.call, &mut all, x, &saved.routing, weights, gradients)?;
+            }
         }
         let held = &mut all[0];
         held.step.dy.write(dy)?;
         if held.gradients.is_none() {
-            held.gradients = Some(new_gradients(&self.shape)?);
+            held.gradients = Some(Box::new(new_gradients::<G>(&self.shape)?));
         }
-        let on_gpu = held.gradients.as_ref().expect("made above");
-        let mut pairs = gradient_pairs(on_gpu, gradients);
+        let on_gpu = held.gradients.as_ref().and_then(|g| g.downcast_ref::<DeviceGradients<G>>());
+        let on_gpu = on_gpu.expect("made of the layer's type");
+        let ((of_weights, of_rest), (weights, rest)) = (on_gpu.as_ref().into_parts(), gradients.into_parts());
+        let mut of_weights: Vec<_> = of_weights.into_iter().zip(weights).collect();
+        let mut of_rest: Vec<_> = of_rest.into_iter().zip(rest).collect();
         if accumulate {
-            pairs.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
+            of_weights.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
+            of_rest.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
         }
         let _alone = lock(&PASS);
         held.layer.backward(&held.step, &held.weights, on_gpu, accumulate)?;
         held.layer.finish()?;
-        pairs.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
+        of_weights.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
+        of_rest.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
         Ok((held.step.dx.read()?, held.step.d_topk_weights.read()?))
     }
 
-    /// Buffers for a step, first in the list.
+    /// Buffers for a step, first in the list. `gradients`: what its backward stores gradients in, where it is known; a
+    /// forward takes what is there, or the type of the step before.
     fn fit<'a>(
         &self,
         all: &'a mut Vec<Held>,
         x: &[bf16],
         routing: &Routing,
         weights: &Weights<bf16>,
+        gradients: Option<Precision>,
     ) -> Result<&'a mut Held> {
         let tokens: Vec<_> = (0..routing.ranks()).map(|rank| routing.tokens_of(rank).len()).collect();
-        match all.iter().position(|held| held.tokens == tokens) {
+        let of_type = |held: &Held| gradients.is_none_or(|g| g == held.layer.gradients());
+        match all.iter().position(|held| held.tokens == tokens && of_type(held)) {
             Some(at) => all[..=at].rotate_right(1),
             None => {
+                let before = all.first().map_or(Precision::F32, |held| held.layer.gradients());
+                // Of a split of tokens only one is held.
+                all.retain(|held| held.tokens != tokens);
                 all.truncate(MOST_HELD - 1);
                 let mut spare = lock(&self.group.spare);
                 let fits = |held: &Held| {
-                    held.tokens == tokens && held.shape == self.shape && held.knobs == self.knobs
+                    held.tokens == tokens
+                        && held.shape == self.shape
+                        && held.knobs == self.knobs
+                        && of_type(held)
                 };
                 if let Some(at) = spare.iter().position(fits) {
                     all.insert(0, spare.remove(at));
@@ -179,10 +202,11 @@ impl OnGpu {
                 }
                 // What nobody uses makes room.
                 spare.clear();
+                let (device, gradients) = (&self.group.device, gradients.unwrap_or(before));
                 let held = Held {
                     shape: self.shape.clone(),
                     knobs: self.knobs,
-                    layer: CudaLayer::new(&self.group.device, &self.shape, &self.knobs, &tokens, Precision::F32)?,
+                    layer: CudaLayer::new(device, &self.shape, &self.knobs, &tokens, gradients)?,
                     // A dy comes with the backward.
                     step: DeviceStep::new(&self.shape, x, x, routing.ids(), routing.weights())?,
                     weights: DeviceWeights::from_host(weights)?,
@@ -225,20 +249,4 @@ fn write_weights(on_gpu: &DeviceWeights, w: &Weights<bf16>) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Each gradient on the GPU beside the caller's. Both have the parts of the shape.
-fn gradient_pairs<'a>(
-    on_gpu: &'a DeviceGradients,
-    host: WeightGradients<&'a mut [f32]>,
-) -> Vec<(&'a Buffer<f32>, &'a mut [f32])> {
-    let mut pairs = vec![(&on_gpu.gate, host.gate), (&on_gpu.up, host.up), (&on_gpu.down, host.down)];
-    if let (Some(a), Some(b)) = (&on_gpu.biases, host.biases) {
-        pairs.extend([(&a.gate, b.gate), (&a.up, b.up), (&a.down, b.down)]);
-    }
-    if let (Some(a), Some(b)) = (&on_gpu.shared, host.shared) {
-        pairs.extend([(&a.gate, b.gate), (&a.up, b.up), (&a.down, b.down)]);
-        pairs.extend(a.output_gate.as_ref().zip(b.output_gate));
-    }
-    pairs
 }

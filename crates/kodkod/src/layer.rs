@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use half::bf16;
 use kodkod_core::schedule::experts_per_rank;
-use kodkod_core::{Error, Knobs, Precision, Result, Routing, Shape, SharedWeights, WeightGradients, Weights};
+use kodkod_core::{
+    Error, GradientElement, Knobs, Precision, Result, Routing, Shape, SharedWeights, WeightGradients, Weights,
+};
 use kodkod_cpu::{CpuGroup, Element, Saved};
 
 use crate::cuda_layer::{OnGpu, SavedOnGpu};
@@ -133,16 +135,21 @@ impl<T: Element> MoeLayer<T> {
     /// routing and weights of the forward. Weight gradients go to `gradients`: added to what is there where
     /// `accumulate` is set, else overwriting it, also for experts without rows.
     ///
+    /// Those of gate, up and down are stored in `G`, `f32` or `bf16`. The sum over an expert's rows runs in `f32` in
+    /// both, and starts from what is there where it accumulates; in bf16 it is rounded once, at its end. The CPU needs
+    /// an `f32` buffer as large as the gradients for that, during the call; a GPU keeps what kernels it has compiled
+    /// for one type at a time, so calls of a layer should not take turns with the two.
+    ///
     /// # Errors
     /// As for [`MoeLayer::forward`]; [`Error::Invalid`] where the routing is not the forward's.
-    pub fn backward(
+    pub fn backward<G: GradientElement>(
         &self,
         context: &Context<T>,
         dy: &[T],
         x: &[T],
         routing: &Routing,
         weights: &Weights<T>,
-        gradients: WeightGradients<&mut [f32]>,
+        gradients: WeightGradients<&mut [G], &mut [f32]>,
         accumulate: bool,
     ) -> Result<(Vec<T>, Vec<f32>)> {
         self.check("x", x, routing, weights)?;

@@ -5,7 +5,7 @@ mod common;
 use common::Step;
 use kodkod::{
     Activation, CpuOptions, Error, ExpertGroup, Knobs, MoeLayer, Result, Routing, Shape, Shared,
-    WeightGradients, bf16,
+    SharedWeights, WeightGradients, bf16,
 };
 
 #[track_caller]
@@ -142,7 +142,20 @@ fn arguments_of_a_pass() {
         &["bias gradients", "missing"],
     );
     refused(backward(&right.dy, &routing, WeightGradients { up: vec![0.0], ..zeros() }), &["dw_up has 1"]);
+    let into_bf16 = |change: fn(&mut WeightGradients<Vec<bf16>, Vec<f32>>)| {
+        let mut g = WeightGradients::zeros_in::<bf16>(&right.shape);
+        change(&mut g);
+        layer.backward(&context, &right.dy, &right.x, &routing, &right.weights(), g.as_mut(), false)
+    };
+    refused(into_bf16(|g| g.down.truncate(7)), &["dw_down has 7", "expected 12288"]);
+    refused(into_bf16(|g| g.biases = None), &["bias gradients", "missing"]);
+    let shared = |g: &mut WeightGradients<Vec<bf16>, Vec<f32>>| {
+        let part = || vec![bf16::ZERO; 64];
+        g.shared = Some(SharedWeights { gate: part(), up: part(), down: part(), output_gate: None });
+    };
+    refused(into_bf16(shared), &["shared gradients", "given"]);
     // After all of that, the layer still works.
+    into_bf16(|_| ()).unwrap();
     backward(&right.dy, &routing, zeros()).unwrap();
 }
 

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Outputs, Random, Step, shapes};
+use common::{Outputs, Random, Step, hold_bf16_gradients, shapes};
 use kodkod::{CpuOptions, ExpertGroup, Isa, Knobs, MoeLayer, Routing, Shape, WeightGradients, bf16};
 
 #[track_caller]
@@ -151,5 +151,13 @@ fn accumulating_into_zeros_is_overwriting_and_two_calls_add_up() {
         }
         add(&mut twice, false);
         assert!(once == twice, "{name}: overwriting what was accumulated");
+    }
+}
+
+#[test]
+fn bf16_gradients_are_the_f32_sums_rounded_once() {
+    for (name, shape) in shapes() {
+        hold_bf16_gradients::<bf16>(name, |ranks| ExpertGroup::cpu(ranks).unwrap(), shape.clone(), 333);
+        hold_bf16_gradients::<f32>(name, |ranks| ExpertGroup::cpu(ranks).unwrap(), shape, 150);
     }
 }

@@ -3,8 +3,11 @@
 
 mod common;
 
-use common::Step;
-use kodkod::{Activation, ExpertGroup, Knobs, MoeLayer, Result, Shape, Shared, WeightGradients, bf16};
+use common::{Step, hold_bf16_gradients};
+use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, driver::Device, new_gradients};
+use kodkod::{
+    Activation, ExpertGroup, Knobs, MoeLayer, Precision, Result, Shape, Shared, WeightGradients, bf16,
+};
 
 fn gpu(ranks: usize) -> Option<ExpertGroup> {
     ExpertGroup::cuda_virtual(0, ranks).map_err(|error| println!("NOT RUN: {error}")).ok()
@@ -70,5 +73,65 @@ fn the_cpu_s_numbers_and_a_forward_between() {
             let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
             assert!(same, "{name} has other bits alone than beside another forward");
         }
+    }
+}
+
+#[test]
+fn bf16_gradients_are_the_f32_sums_rounded_once() {
+    if gpu(1).is_none() {
+        return;
+    }
+    hold_bf16_gradients::<bf16>("all", |ranks| gpu(ranks).unwrap(), shape(), 700);
+    let plain = Shape::new(192, 320, 4, 3);
+    hold_bf16_gradients::<bf16>("plain", |ranks| gpu(ranks).unwrap(), plain, 500);
+}
+
+/// One layer, one gradient type after the other: each gives the bits that it gives alone.
+#[test]
+fn a_layer_takes_either_type_of_gradient() {
+    let Some(group) = gpu(2) else { return };
+    let step = Step::<bf16>::random(shape(), 200, 3);
+    let layer = MoeLayer::<bf16>::new(&group, step.shape.clone(), Knobs::for_shape(&step.shape)).unwrap();
+    let (routing, weights) = (step.routing(&[120, 80]).unwrap(), step.weights());
+    let (_, context) = layer.forward(&step.x, &routing, &weights).unwrap();
+    let mut expected = None;
+    for _ in 0..2 {
+        let mut sums = WeightGradients::zeros(&step.shape);
+        layer.backward(&context, &step.dy, &step.x, &routing, &weights, sums.as_mut(), false).unwrap();
+        let mut rounded = WeightGradients::zeros_in::<bf16>(&step.shape);
+        layer.backward(&context, &step.dy, &step.x, &routing, &weights, rounded.as_mut(), false).unwrap();
+        assert!(sums.convert::<bf16>() == rounded, "the gradients in bf16 are those in f32, rounded");
+        assert!(*expected.get_or_insert_with(|| sums.clone()) == sums, "other bits after the other type");
+    }
+}
+
+/// The kernels of one type refuse buffers of the other.
+#[test]
+fn gradients_of_another_type_are_refused() {
+    if gpu(1).is_none() {
+        return;
+    }
+    let step = Step::<bf16>::random(shape(), 60, 4);
+    let device = Device::new(0).unwrap();
+    let knobs = Knobs::for_shape(&step.shape);
+    let on_gpu = DeviceStep::new(&step.shape, &step.x, &step.dy, &step.ids, &step.topk_weights).unwrap();
+    let weights = DeviceWeights::from_host(&step.weights()).unwrap();
+    let singles = new_gradients::<f32>(&step.shape).unwrap();
+    let halves = new_gradients::<bf16>(&step.shape).unwrap();
+    for precision in [Precision::F32, Precision::Bf16] {
+        let layer = CudaLayer::new(&device, &step.shape, &knobs, &[60], precision).unwrap();
+        layer.forward(&on_gpu, &weights).unwrap();
+        let (single, half) = (
+            layer.backward(&on_gpu, &weights, &singles, false),
+            layer.backward(&on_gpu, &weights, &halves, false),
+        );
+        let (taken, refused) = if precision == Precision::F32 { (single, half) } else { (half, single) };
+        taken.unwrap();
+        layer.finish().unwrap();
+        let error = refused.unwrap_err().to_string();
+        println!("{error}");
+        assert!(
+            error.contains("gradients") && error.contains(&format!("compiled for gradients in {precision}"))
+        );
     }
 }

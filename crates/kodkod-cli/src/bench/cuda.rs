@@ -6,9 +6,9 @@ use std::process::ExitCode;
 use anyhow::Context;
 use kodkod::cuda::driver::{Device, Event};
 use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, jit, new_gradients};
-use kodkod::{Knobs, Precision, Routing, bf16};
+use kodkod::{GradientElement, Knobs, Routing, bf16};
 
-use super::{Args, Row, Timed, median, progress, table};
+use super::{Args, Row, Storage, Timed, median, progress, table};
 use crate::inputs::random_step;
 use crate::shapes::NamedShape;
 use crate::step::Step;
@@ -26,7 +26,8 @@ pub(super) fn compile(args: &Args) -> anyhow::Result<ExitCode> {
     for named in &args.shape {
         let knobs = args.machine.knobs(&args.knobs, &named.shape);
         for (&tokens, &ranks) in args.tokens.iter().flat_map(|t| args.ranks.iter().map(move |r| (t, r))) {
-            let defines = CudaLayer::defines(&named.shape, &knobs, &vec![tokens; ranks], Precision::F32)?;
+            let defines =
+                CudaLayer::defines(&named.shape, &knobs, &vec![tokens; ranks], args.gradients.precision())?;
             for source in jit::Source::ALL {
                 jit::cubin(source, &defines)?;
             }
@@ -53,6 +54,10 @@ pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
             for &ranks in &args.ranks {
                 bar.set_message(format!("{}, {tokens} tokens on each of {ranks} ranks", named.name));
                 let knobs = args.machine.knobs(&args.knobs, &named.shape);
+                let measure = match args.gradients {
+                    Storage::Bf16 => measure::<bf16>,
+                    Storage::F32 => measure::<f32>,
+                };
                 let (times, routes) = measure(args, &device, knobs, &step, &weights, &vec![tokens; ranks])
                     .with_context(|| {
                         format!("--shape {}, {tokens} tokens on each of {ranks} ranks", named.name)
@@ -71,14 +76,20 @@ pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
     }
     bar.finish_and_clear();
     if !args.json {
-        println!("{}, {} SMs, bf16; medians of {} repeats", device.name(), device.sms(), args.repeat());
+        println!(
+            "{}, {} SMs, bf16, gradients in {}; medians of {} repeats",
+            device.name(),
+            device.sms(),
+            args.gradients.precision(),
+            args.repeat()
+        );
         println!("{}", table(&rows));
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// Times, and routes that are not -1.
-fn measure(
+fn measure<G: GradientElement>(
     args: &Args,
     device: &std::sync::Arc<Device>,
     knobs: Knobs,
@@ -89,10 +100,10 @@ fn measure(
     let (shape, tokens) = (&step.shape, tokens_per_rank.iter().sum::<usize>());
     let (rows, routes) = (tokens * shape.hidden, tokens * shape.top_k);
     let routing = Routing::new(shape, &step.ids[..routes], &step.topk_weights[..routes], tokens_per_rank)?;
-    let layer = CudaLayer::new(device, shape, &knobs, tokens_per_rank, Precision::F32)?;
+    let layer = CudaLayer::new(device, shape, &knobs, tokens_per_rank, G::PRECISION)?;
     let dy = step.dy.as_deref().unwrap_or(&step.x);
     let on_gpu = DeviceStep::new(shape, &step.x[..rows], &dy[..rows], routing.ids(), routing.weights())?;
-    let gradients = args.backward().then(|| new_gradients::<f32>(shape)).transpose()?;
+    let gradients = args.backward().then(|| new_gradients::<G>(shape)).transpose()?;
     let stream = layer.stream();
     let mut times = Times::default();
     let events = (0..4).map(|_| Event::new()).collect::<kodkod::cuda::Result<Vec<_>>>()?;
@@ -148,6 +159,7 @@ fn row(
         dense_tflops: args.dense_tflops,
         fraction_of_dense: args.dense_tflops.map(|dense| tflops / dense),
         precision: args.precision,
+        gradients: args.gradients,
         isa: None,
         threads: 0,
         repeat: args.repeat(),

@@ -35,17 +35,20 @@ fn holds(
     Ok(())
 }
 
+/// A tile of a weight gradient: owner (a rank, or all), expert or slot, weight, m, n.
+type Tile = (usize, u32, u8, u32, u32);
+
 struct Run2<'a> {
     programs: &'a [Program],
     counters: Vec<Vec<u32>>,
     slots: &'a mut [Slots],
     /// (pushing rank, block, tile) seen by Down or DInput.
     pushed: HashMap<(usize, u32, u32), u32>,
-    /// Blocks that each weight-gradient tile has summed, in order: (rank, expert, weight, m, n).
-    summed: HashMap<(usize, u32, u8, u32, u32), Vec<u32>>,
-    /// Tiles of sums that are not complete, by owner, slot (of a routed expert: the parity of the minibatch that left
-    /// it), weight, m, n: the expert and its blocks so far.
-    carried: HashMap<(usize, u32, u8, u32, u32), (u32, Vec<u32>)>,
+    /// Blocks that each expert's tile has summed, in order.
+    summed: HashMap<Tile, Vec<u32>>,
+    /// Sums that are not complete, by slot (of a routed expert: the parity of the minibatch that left it): the expert
+    /// and its blocks so far.
+    carried: HashMap<Tile, (u32, Vec<u32>)>,
     zeroed: Vec<(usize, u32)>,
     reduced: HashMap<(usize, u32), u32>,
 }

@@ -2,8 +2,8 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use kodkod::{
-    Activation, Biases, CpuOptions, Element, ExpertGroup, Knobs, MoeLayer, Result, Routing, Shape, Shared,
-    SharedWeights, WeightGradients, Weights, reference,
+    Activation, Biases, CpuOptions, Element, ExpertGroup, GradientElement, Knobs, MoeLayer, Result, Routing,
+    Shape, Shared, SharedWeights, WeightGradients, Weights, bf16, reference,
 };
 
 /// xorshift64*, as numbers in -1..1.
@@ -124,17 +124,30 @@ impl<T: kodkod::Element> Step<T> {
         tokens_per_rank: &[usize],
     ) -> Result<Outputs> {
         let group = ExpertGroup::cpu_with(CpuOptions { ranks: tokens_per_rank.len(), ..options })?;
-        let layer = MoeLayer::<T>::new(&group, self.shape.clone(), knobs)?;
-        let (routing, weights) = (self.routing(tokens_per_rank)?, self.weights());
-        let (y, context) = layer.forward(&self.x, &routing, &weights)?;
         let mut g = WeightGradients::zeros(&self.shape);
         g.gate.fill(f32::NAN); // overwritten, or it shows
-        let (dx, d_topk_weights) =
-            layer.backward(&context, &self.dy, &self.x, &routing, &weights, g.as_mut(), false)?;
+        let (y, dx, d_topk_weights) = self.run_into(&group, knobs, tokens_per_rank, &mut g, false)?;
         let widen = |values: Vec<T>| values.into_iter().map(|v| v.to_f32()).collect();
         let mut all = vec![("y", widen(y)), ("dx", widen(dx)), ("d_topk_weights", d_topk_weights)];
         all.extend(g.named().into_iter().map(|(name, values)| (name, values.to_vec())));
         Ok(all)
+    }
+
+    /// y, dx and d_topk_weights; the weight gradients go to `g`.
+    pub(crate) fn run_into<G: GradientElement>(
+        &self,
+        group: &ExpertGroup,
+        knobs: Knobs,
+        tokens_per_rank: &[usize],
+        g: &mut WeightGradients<Vec<G>, Vec<f32>>,
+        accumulate: bool,
+    ) -> Result<(Vec<T>, Vec<T>, Vec<f32>)> {
+        let layer = MoeLayer::<T>::new(group, self.shape.clone(), knobs)?;
+        let (routing, weights) = (self.routing(tokens_per_rank)?, self.weights());
+        let (y, context) = layer.forward(&self.x, &routing, &weights)?;
+        let (dx, d_topk_weights) =
+            layer.backward(&context, &self.dy, &self.x, &routing, &weights, g.as_mut(), accumulate)?;
+        Ok((y, dx, d_topk_weights))
     }
 
     /// On one rank, with the knobs left alone.
@@ -156,4 +169,51 @@ pub(crate) fn shapes() -> Vec<(&'static str, Shape)> {
         ("output gate", Shape { shared: shared(40, true), ..plain.clone() }),
         ("all", Shape { activation: oai, biases: true, shared: shared(72, true), ..plain }),
     ]
+}
+
+/// Weight gradients in bf16 are those in f32, summed from the same start and rounded once, whatever the ranks and knobs.
+pub(crate) fn hold_bf16_gradients<T: kodkod::Element>(
+    name: &str,
+    group: impl Fn(usize) -> ExpertGroup,
+    shape: Shape,
+    tokens: usize,
+) {
+    let mut step = Step::<T>::random(shape, tokens, 17);
+    // An expert without rows, whose gradient is zeroed or left alone.
+    let empty = step.shape.experts as i32 - 1;
+    step.ids.iter_mut().filter(|id| **id == empty).for_each(|id| *id = -1);
+    let knobs = |minibatch, ring, saved| {
+        Knobs::for_shape(&step.shape).with_rows(Some(minibatch), Some(ring), Some(saved))
+    };
+    let mut r = Random(18);
+    let start = WeightGradients::lens(&step.shape).map(|n| r.list::<bf16>(n, 3.0), |n| vec![0.5; n]);
+    for accumulate in [false, true] {
+        let mut before = start.clone();
+        if !accumulate {
+            before.up.fill(bf16::NAN); // overwritten, or it shows
+        }
+        let mut sums = before.convert::<f32>();
+        step.run_into(&group(1), knobs(1024, 1024, Knobs::ALL), &[tokens], &mut sums, accumulate).unwrap();
+        let expected = sums.convert::<bf16>().convert::<f32>();
+        let rounded = sums.gate.iter().zip(&expected.gate).filter(|(a, b)| a != b).count();
+        println!("{name}, accumulate {accumulate}: {rounded} of {} of gate are rounded", sums.gate.len());
+        assert!(rounded > sums.gate.len() / 2, "the f32 sums have no more bits than bf16: nothing is tested");
+        for ranks in [1, 2, 4] {
+            let group = group(ranks);
+            for (minibatch, ring, saved) in [(128, 128, 0), (128, 384, 256), (512, 1024, Knobs::ALL)] {
+                let mut ours = before.clone();
+                let split = Routing::even_split(tokens, ranks);
+                step.run_into(&group, knobs(minibatch, ring, saved), &split, &mut ours, accumulate).unwrap();
+                let ours = ours.convert::<f32>();
+                for ((part, a), (_, b)) in ours.named().into_iter().zip(expected.named()) {
+                    let differ = a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                    assert_eq!(
+                        differ, 0,
+                        "{name}, accumulate {accumulate}, {ranks} ranks, {minibatch}, {ring}, {saved}: elements of {part} \
+                         that are not the f32 sum rounded once"
+                    );
+                }
+            }
+        }
+    }
 }
