@@ -46,6 +46,12 @@ fn filter_seed_and_cases_choose_rows() {
     assert_eq!(names, expected);
     let table = check(&["--filter", "case-08"]);
     assert!(table.status.success() && String::from_utf8_lossy(&table.stdout).contains("1 of 1 rows right"));
+    // Without a terminal each row is named when it begins, and again with its result when it ends.
+    let log = String::from_utf8_lossy(&table.stderr);
+    println!("{log}");
+    let name = "[1/1] case-08 expert ids that do not exist (-)";
+    let lines: Vec<_> = log.lines().collect();
+    assert!(lines.len() == 2 && lines[0] == name && lines[1].starts_with(&format!("{name}: ok, 4 runs, ")));
 }
 
 #[test]
