@@ -168,7 +168,7 @@ impl CpuGroup {
     /// call, as large as the gradient, and rounded from it at the end.
     ///
     /// # Errors
-    /// [`Error::Stalled`] where a task waited too long; gradients in bf16 are then as they were.
+    /// [`Error::Stalled`] where a task waited too long.
     pub fn backward<T: Element, G: GradientElement>(
         &self,
         saved: &Saved<T>,
