@@ -47,6 +47,21 @@ pub struct SharedWeights<S, G> {
     pub output_gate: Option<G>,
 }
 
+impl Biases<Vec<f32>> {
+    /// Slices of these buffers, for [`Weights`].
+    pub fn as_slices(&self) -> Biases<&[f32]> {
+        Biases { gate: &self.gate, up: &self.up, down: &self.down }
+    }
+}
+
+impl<T> SharedWeights<Vec<T>, Vec<f32>> {
+    /// Slices of these buffers, for [`Weights`].
+    pub fn as_slices(&self) -> SharedWeights<&[T], &[f32]> {
+        let output_gate = self.output_gate.as_deref();
+        SharedWeights { gate: &self.gate, up: &self.up, down: &self.down, output_gate }
+    }
+}
+
 /// Gradients of all weights: `S` holds those of gate, up and down, in `f32` or [`bf16`](half::bf16); `G` the others, in
 /// `f32` always. For example `Vec<bf16>` and `Vec<f32>`, or `&mut [f32]` both.
 #[derive(Debug, Clone, PartialEq)]
