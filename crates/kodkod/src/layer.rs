@@ -136,9 +136,9 @@ impl<T: Element> MoeLayer<T> {
     /// `accumulate` is set, else overwriting it, also for experts without rows.
     ///
     /// Those of gate, up and down are stored in `G`, `f32` or `bf16`. The sum over an expert's rows runs in `f32` in
-    /// both, and starts from what is there where it accumulates; in bf16 it is rounded once, at its end. The CPU needs
-    /// an `f32` buffer as large as the gradients for that, during the call; a GPU keeps what kernels it has compiled
-    /// for one type at a time, so calls of a layer should not take turns with the two.
+    /// both, and starts from what is there where it accumulates; in bf16 it is rounded once, at its end. For bf16 the
+    /// CPU takes an `f32` buffer as large as the gradients during the call. A GPU keeps kernels and buffers for one of
+    /// the types: where a layer's calls change it, the forward runs again.
     ///
     /// # Errors
     /// As for [`MoeLayer::forward`]; [`Error::Invalid`] where the routing is not the forward's.
