@@ -54,7 +54,7 @@ impl Random {
         (0..n).map(|_| self.normal(deviation)).collect()
     }
 
-    fn shuffle<T>(&mut self, list: &mut [T]) {
+    pub(crate) fn shuffle<T>(&mut self, list: &mut [T]) {
         for i in (1..list.len()).rev() {
             list.swap(i, self.below(i + 1));
         }

@@ -68,7 +68,8 @@ fn dimensions() -> impl Iterator<Item = Dimension> {
 /// Every way that the inputs are run, for the kernels to be compiled before.
 pub(super) fn configs(case: &Case) -> Vec<Config> {
     let rows = [1, 2, 4, 8].into_iter().flat_map(|ranks| {
-        [even(case, ranks), even(case, ranks).rows(128, 128, 0), even(case, ranks).rows(128, 256, 128)]
+        let rows = |ring, saved| even(case, ranks).rows(128, ring, saved);
+        [even(case, ranks), rows(128, 0), rows(256, 128), rows(256, 256)]
     });
     dimensions().flat_map(|(_, configs)| configs(case)).chain(rows).collect()
 }
