@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use kodkod_core::{
-    Activation, Biases, Knobs, Precision, Routing, Shape, Shared, SharedWeights, WeightGradients, Weights,
+    Activation, Biases, GradientElement, Knobs, Precision, Routing, Shape, Shared, SharedWeights, WeightGradients,
+    Weights,
 };
 use kodkod_cpu::{CpuGroup, CpuOptions};
-use kodkod_cuda::driver::{Device, Event};
+use kodkod_cuda::driver::{Buffer, Device, Event};
 use kodkod_cuda::trace::{chrome_json, svg};
 use kodkod_cuda::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, jit, new_gradients, read_gradients,
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, Stamp, jit, new_gradients, read_gradients,
 };
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -266,16 +267,21 @@ fn relative(
     )
 }
 
-struct OnGpu {
+struct OnGpu<T = f32> {
     layer: CudaLayer,
     step: DeviceStep,
     weights: DeviceWeights,
-    gradients: DeviceGradients,
+    gradients: DeviceGradients<T>,
 }
 
-fn on_gpu(device: &std::sync::Arc<Device>, c: &Case, knobs: &Knobs, split: &[usize]) -> Outcome<OnGpu> {
+fn on_gpu<T: GradientElement>(
+    device: &std::sync::Arc<Device>,
+    c: &Case,
+    knobs: &Knobs,
+    split: &[usize],
+) -> Outcome<OnGpu<T>> {
     let gradients = new_gradients(&c.shape)?;
-    let layer = CudaLayer::new(device, &c.shape, knobs, split, Precision::F32)?;
+    let layer = CudaLayer::new(device, &c.shape, knobs, split, T::PRECISION)?;
     Ok(OnGpu {
         step: DeviceStep::new(&c.shape, &c.x, &c.dy, &c.ids, &c.weights)?,
         weights: DeviceWeights::from_host(&c.weights())?,
@@ -284,7 +290,7 @@ fn on_gpu(device: &std::sync::Arc<Device>, c: &Case, knobs: &Knobs, split: &[usi
     })
 }
 
-impl OnGpu {
+impl<T: GradientElement> OnGpu<T> {
     /// Everything that a forward and a backward leave, with its names; buffers hold NaN before.
     fn outcome(&self, run: impl Fn() -> Outcome) -> Outcome<Named> {
         let stream = self.layer.stream();
@@ -293,13 +299,8 @@ impl OnGpu {
             rows.fill(0xff, stream)?;
         }
         self.step.d_topk_weights.fill(0xff, stream)?;
-        let g = &self.gradients;
-        let biases = g.biases.iter().flat_map(|b| [&b.gate, &b.up, &b.down]);
-        let shared =
-            g.shared.iter().flat_map(|s| [&s.gate, &s.up, &s.down].into_iter().chain(&s.output_gate));
-        for values in [&g.gate, &g.up, &g.down].into_iter().chain(biases).chain(shared) {
-            values.fill(0xff, stream)?;
-        }
+        let fill = |values: &Buffer<f32>| values.fill(0xff, stream);
+        self.gradients.as_ref().try_map(|values| values.fill(0xff, stream), fill)?;
         run()?;
         self.read()
     }
@@ -312,6 +313,8 @@ impl OnGpu {
             ("d_w", self.step.d_topk_weights.read()?),
         ];
         let gradients = read_gradients(&self.gradients)?;
+        let widen = |v: Vec<T>| Ok::<_, std::convert::Infallible>(v.into_iter().map(T::to_f32).collect::<Vec<_>>());
+        let Ok(gradients) = gradients.try_map(widen, Ok);
         all.extend(gradients.named().into_iter().map(|(name, v)| (name, v.to_vec())));
         Ok(all)
     }
@@ -357,7 +360,7 @@ fn check() -> Outcome {
                 check.name, s.hidden, s.intermediate, s.experts, s.top_k, check.tokens
             );
             for (rows, split) in &check.ways {
-                let gpu = on_gpu(&device, &c, &check_knobs(*rows), split)?;
+                let gpu: OnGpu = on_gpu(&device, &c, &check_knobs(*rows), split)?;
                 let ours = gpu.outcome(|| gpu.passes(false))?;
                 let compared: Vec<_> = ours
                     .iter()
@@ -386,15 +389,17 @@ fn check() -> Outcome {
                     .zip(&reference)
                     .skip(3)
                     .all(|(a, b)| relative(a.0, a.1.iter().copied(), b.1.iter().map(|v| 2.0 * v)).1);
-                let good = compared.iter().all(|r| r.1) && not_zero == 0 && same && adds;
+                let rounds = rounds_once(&device, &c, &check_knobs(*rows), split, &ours)?;
+                let good = compared.iter().all(|r| r.1) && not_zero == 0 && same && adds && rounds;
                 bad += usize::from(!good);
                 runs += 1;
                 let text = compared.into_iter().map(|r| r.0).collect::<Vec<_>>().join(", ");
                 println!(
-                    "  {} rows {rows:?} split {split:?} bits {ours_hash:016x} {}{}{}: {text}",
+                    "  {} rows {rows:?} split {split:?} bits {ours_hash:016x} {}{}{}{}: {text}",
                     if good { "ok  " } else { "MISS" },
                     if same { "same" } else { "OTHER BITS" },
                     if adds { "" } else { ", ACCUMULATES WRONG" },
+                    if rounds { "" } else { ", BF16 GRADIENTS ARE OTHERS" },
                     if not_zero == 0 { "" } else { ", NOT ZERO WITHOUT ROWS" },
                 );
             }
@@ -402,6 +407,32 @@ fn check() -> Outcome {
     }
     println!("{runs} runs, {bad} wrong");
     if bad == 0 { Ok(()) } else { Err(format!("{bad} of {runs} runs are wrong").into()) }
+}
+
+/// Whether gradients in bf16 are those in f32, rounded once, and all else has the same bits; and whether they add up.
+fn rounds_once(
+    device: &std::sync::Arc<Device>,
+    c: &Case,
+    knobs: &Knobs,
+    split: &[usize],
+    in_f32: &Named,
+) -> Outcome<bool> {
+    let gpu: OnGpu<bf16> = on_gpu(device, c, knobs, split)?;
+    let ours = gpu.outcome(|| gpu.passes(false))?;
+    let is_weight = |name: &str| name.starts_with("dw_") || (name.starts_with("d_shared") && !name.ends_with("output_gate"));
+    let mut good = true;
+    for ((name, a), (_, b)) in ours.iter().zip(in_f32) {
+        let round = |v: f32| if is_weight(name) { bf16::from_f32(v).to_f32() } else { v };
+        good &= a.iter().zip(b).all(|(a, b)| a.to_bits() == round(*b).to_bits());
+    }
+    gpu.passes(true)?;
+    let twice = gpu.read()?;
+    good &= twice
+        .iter()
+        .zip(in_f32)
+        .skip(3)
+        .all(|(a, b)| relative(a.0, a.1.iter().copied(), b.1.iter().map(|v| 2.0 * v)).1);
+    Ok(good)
 }
 
 /// The check that has everything, and its way over two ranks.
@@ -414,7 +445,7 @@ fn everything() -> (Case, Knobs, Vec<usize>) {
 fn stall() -> Outcome {
     let device = Device::new(0)?;
     let (c, knobs, split) = everything();
-    let mut gpu = on_gpu(&device, &c, &knobs, &split)?;
+    let mut gpu: OnGpu = on_gpu(&device, &c, &knobs, &split)?;
     let before = hash(&gpu.outcome(|| gpu.passes(false))?);
     gpu.layer.set_wait_limit(Duration::from_millis(500));
     // GateUp and Down of a forward; DHidden and DInput of a backward.
@@ -447,7 +478,7 @@ fn graph() -> Outcome {
     let (c, knobs, two) = everything();
     let tokens = two.iter().sum();
     for split in [vec![tokens], two] {
-        let gpu = on_gpu(&device, &c, &knobs, &split)?;
+        let gpu: OnGpu = on_gpu(&device, &c, &knobs, &split)?;
         let replay = gpu.layer.capture(&gpu.step, &gpu.weights, Some(&gpu.gradients))?;
         for routes in [Routes::Distinct, Routes::Holes, Routes::One, Routes::Nowhere, Routes::Distinct] {
             let other = case(&c.shape, tokens, routes, 0.5);
@@ -470,13 +501,13 @@ fn graph() -> Outcome {
     Ok(())
 }
 
-fn trace(name: &str, out: &str) -> Outcome {
+fn trace<T: GradientElement>(name: &str, out: &str) -> Outcome {
     let device = Device::new(0)?;
     let (_, [h, i, e, k]) = SHAPES.into_iter().find(|s| s.0 == name).ok_or("no such shape")?;
     let (shape, tokens) = (Shape::new(h, i, e, k), 8192);
     let c = case(&shape, tokens, Routes::Distinct, 1.0);
-    let mut gpu = on_gpu(&device, &c, &time_knobs(&shape), &[tokens])?;
-    gpu.layer = CudaLayer::traced(&device, &shape, &time_knobs(&shape), &[tokens], Precision::F32)?;
+    let mut gpu: OnGpu<T> = on_gpu(&device, &c, &time_knobs(&shape), &[tokens])?;
+    gpu.layer = CudaLayer::traced(&device, &shape, &time_knobs(&shape), &[tokens], T::PRECISION)?;
     for _ in 0..3 {
         gpu.layer.clear_stamps()?;
         gpu.passes(false)?;
@@ -487,16 +518,31 @@ fn trace(name: &str, out: &str) -> Outcome {
     let mut kinds: Vec<_> = stamps.iter().map(|s| s.kind).collect();
     kinds.sort_unstable();
     kinds.dedup();
+    let us = |a: u64, b: u64| b.saturating_sub(a) as f64 / 1e3;
     for kind in kinds {
         let of: Vec<_> = stamps.iter().filter(|s| s.kind == kind).collect();
-        let sum: f64 = of.iter().map(|s| (s.end - s.begin) as f64 / 1e3).sum();
-        println!(
-            "{kind}: {} tasks, {:.1} us each, {:.1} ms in all",
-            of.len(),
-            sum / of.len() as f64,
-            sum / 1e3
-        );
+        let mean = |f: &dyn Fn(&Stamp) -> f64| of.iter().map(|s| f(s)).sum::<f64>() / of.len() as f64;
+        let whole = mean(&|s| us(s.begin, s.end));
+        print!("{kind}: {} tasks, {whole:.1} us each, {:.1} ms in all", of.len(), whole * of.len() as f64 / 1e3);
+        if of[0].product > 0 {
+            let [wait, product, epilogue] = [
+                mean(&|s| us(s.begin, s.loaded)),
+                mean(&|s| us(s.loaded, s.product)),
+                mean(&|s| us(s.product, s.end)),
+            ];
+            print!(": {wait:.1} waiting, {product:.1} product, {epilogue:.1} epilogue");
+        }
+        println!();
     }
+    // Gaps between the tiles of a CTA, within a pass.
+    let mut tiles: Vec<_> = stamps.iter().filter(|s| s.product > 0).collect();
+    tiles.sort_by_key(|s| (s.cta, s.begin));
+    let gaps: Vec<_> = tiles
+        .windows(2)
+        .filter(|w| w[0].cta == w[1].cta && w[1].begin >= w[0].end)
+        .map(|w| us(w[0].end, w[1].begin))
+        .collect();
+    println!("gaps between tiles: {:.2} us each, {:.1} ms in all", gaps.iter().sum::<f64>() / gaps.len() as f64, gaps.iter().sum::<f64>() / 1e3);
     Ok(())
 }
 
@@ -507,7 +553,7 @@ fn time_knobs(shape: &Shape) -> Knobs {
     Knobs { fwd_comm_sms: comm, bwd_comm_sms: given("BCOMM").unwrap_or(comm), ..defaults }
 }
 
-fn time(names: &[String]) -> Outcome {
+fn time<T: GradientElement>(names: &[String]) -> Outcome {
     let device = Device::new(0)?;
     println!("{} with {} SMs", device.name(), device.sms());
     let tokens = 8192;
@@ -517,7 +563,7 @@ fn time(names: &[String]) -> Outcome {
         }
         let c = case(&Shape::new(h, i, e, k), tokens, Routes::Distinct, 1.0);
         let start = Instant::now();
-        let gpu = on_gpu(&device, &c, &time_knobs(&c.shape), &[tokens])?;
+        let gpu: OnGpu<T> = on_gpu(&device, &c, &time_knobs(&c.shape), &[tokens])?;
         let setup = start.elapsed();
         let stream = gpu.layer.stream();
         let run = |what: &dyn Fn() -> Outcome| -> Outcome<f32> {
@@ -544,7 +590,8 @@ fn time(names: &[String]) -> Outcome {
         })?;
         let flops = c.shape.forward_flops(tokens, tokens * k);
         println!(
-            "{name}: schedule {schedule:.3} ms, forward {forward:.3} ms {:.0} TFLOP/s, both {both:.3} ms {:.0} TFLOP/s (setup {:.1} s)",
+            "{name}, gradients {}: schedule {schedule:.3} ms, forward {forward:.3} ms {:.0} TFLOP/s, both {both:.3} ms {:.0} TFLOP/s (setup {:.1} s)",
+            T::PRECISION,
             flops / f64::from(forward) / 1e9,
             3.0 * flops / f64::from(both) / 1e9,
             setup.as_secs_f32()
@@ -575,9 +622,11 @@ fn compile(shard: Option<usize>) -> Outcome {
         if shard.is_some_and(|s| s != index % SHARDS) {
             continue;
         }
-        let defines = CudaLayer::defines(&shape, &knobs, &tokens, Precision::F32)?;
-        for source in jit::Source::ALL {
-            let cubin = jit::cubin(source, &defines)?;
+        let [f32, bf16] = [Precision::F32, Precision::Bf16].map(|p| CudaLayer::defines(&shape, &knobs, &tokens, p));
+        let (f32, bf16) = (f32?, bf16?);
+        let all = jit::Source::ALL.map(|source| (source, &f32)).into_iter().chain([(jit::Source::Backward, &bf16)]);
+        for (source, defines) in all {
+            let cubin = jit::cubin(source, defines)?;
             for line in cubin.log.lines().filter(|l| l.contains("spill") || l.contains("Perf")) {
                 println!("{source:?} {}x{}: {line}", shape.hidden, shape.intermediate);
             }
@@ -588,13 +637,16 @@ fn compile(shard: Option<usize>) -> Outcome {
 
 fn main() -> Outcome {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let in_bf16 = std::env::var("GRADIENTS").is_ok_and(|v| v == "bf16");
     match arguments.first().map(String::as_str) {
         Some("compile") => compile(arguments.get(1).map(|n| n.parse()).transpose()?),
         Some("check") => check(),
-        Some("time") => time(&arguments[1..]),
+        Some("time") if in_bf16 => time::<bf16>(&arguments[1..]),
+        Some("time") => time::<f32>(&arguments[1..]),
         Some("stall") => stall(),
         Some("graph") => graph(),
-        Some("trace") if arguments.len() == 3 => trace(&arguments[1], &arguments[2]),
+        Some("trace") if arguments.len() == 3 && in_bf16 => trace::<bf16>(&arguments[1], &arguments[2]),
+        Some("trace") if arguments.len() == 3 => trace::<f32>(&arguments[1], &arguments[2]),
         _ => Err("compile [N], check, stall, graph, trace SHAPE OUT.json, or time [SHAPE ...]".into()),
     }
 }

@@ -4,6 +4,8 @@
 //   DInput   dx_k [128, 256] = dg W_gate + du W_up, one sum, to the slots of the ranks that hold the tokens
 //   WGrad    [128, 256] of dW_down = dy^T (w h), dW_gate = dg^T x, dW_up = du^T x, along the rows of a run; with it the
 //            biases' gradients, and that of the output gate: sum over rows of dlogit x
+//            A sum that is not complete with the run is carried on in f32: in the gradients themselves, or, where those are
+//            bf16, beside them
 //   GateUp   again, for rows that were not kept
 //   Reduce   dx = dx_shared + sum over k in order of dx_k + dlogit w_output_gate
 //
@@ -11,6 +13,15 @@
 #include "pass.cuh"
 
 namespace {
+
+#if BF16_GRADIENTS
+using Gradient = bf16;
+constexpr u32 GRADIENT_LENT = 1, GRADIENT_COLUMNS = 64;
+#else
+using Gradient = float;
+constexpr u32 GRADIENT_LENT = 2, GRADIENT_COLUMNS = 32;
+#endif
+static_assert(256 / GRADIENT_COLUMNS <= OWN_PIECES + GRADIENT_LENT * LENT_PIECES, "room");
 
 struct Backward {
     static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32 rank, u32& uses) {
@@ -41,6 +52,15 @@ struct Backward {
         if (w.task.kind != program::D_HIDDEN) return 0;
         u32 width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
         return min(4u, (width - w.task.b * 256 + 63) / 64);
+    }
+
+    static __device__ __forceinline__ u32 lent(const Work& w) {
+        switch (w.task.kind) {
+            case program::GATE_UP: return GATE_UP_LENT<false>;
+            case program::D_INPUT: return PUSH_LENT;
+            case program::W_GRAD: return w.task.weight == program::OUTPUT_GATE ? 0 : GRADIENT_LENT;
+            default: return 0;
+        }
     }
 
     static __device__ __forceinline__ void produce(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, const Work& w) {
@@ -104,47 +124,60 @@ struct Backward {
         return sum;
     }
 
-    static __device__ __forceinline__ void store_d_hidden(const PassParams& p, gemm::Stages& s, const char* stages, gemm::Cursor& at, char* buffer, const float (&acc)[128], const Work& w, u32 row0) {
+    // From dh': dg, du over g, u where those were loaded, w h beside them, each row's part of d_w.
+    static __device__ __forceinline__ void store_d_hidden(const PassParams& p, gemm::Stages& s, char* stages, gemm::Cursor& at, const float (&acc)[128], const Work& w, const float (&weight)[2], u32 row0, Owed& owed) {
         u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
-        const uint2* sources = p.sources + w.task.a * 128 + row0 + lane / 4;
-        float weight[2] = {factor(p, sources[0]), factor(p, sources[8])}, sum[2] = {};
+        float sum[2] = {};
 #pragma unroll
         for (u32 quarter = 0; quarter < 4; quarter++) {
             u32 col0 = w.task.b * 256 + quarter * 64;
             if (col0 >= width) break;
-            u32 columns = min(64u, width - col0);
-            auto rows = [&](bf16* base, u32 first) {
-                bf16* at = base + u64(first + row0) * WIDTH + col0;
-                return [=](u32 r) { return at + u64(r) * WIDTH; };
-            };
-            Piece g, u, wh;
             ptx::barrier_wait(&s.full[at.stage], at.phase);
             __syncwarp();
-            char* stage = const_cast<char*>(stages) + at.stage * gemm::STAGE_BYTES + row0 * 128;
-            read_piece(stage, g);
-            read_piece(stage + 128 * 64 * 2, u);
-            __syncwarp();
-            if (lane == 0) ptx::barrier_arrive(&s.empty[at.stage]);
-            at.next();
+            char* g_piece = stages + at.stage * gemm::STAGE_BYTES + row0 * 128;
+            char* u_piece = g_piece + 128 * 128;
+            char* wh_piece = u_piece + 128 * 128;
+            u32 g_matrix = matrix_at(g_piece, 0);
 #pragma unroll
-            for (u32 j = 0; j < 8; j++) {
+            for (u32 j = 0; j < 8; j += 2) {
+                Pairs g, u, wh;
+                // Of the swizzle, column group j is bits of its own.
+                u32 g_at = g_matrix ^ (j * 16), u_at = g_at + 128 * 128;
+                read_matrix(g_at, g);
+                read_matrix(u_at, u);
 #pragma unroll
-                for (u32 r = 0; r < 2; r++) {
-                    float d0 = acc[32 * quarter + 4 * j + 2 * r], d1 = acc[32 * quarter + 4 * j + 2 * r + 1];
-                    Activated a = activate_backward(low(g[j][r]), low(u[j][r]));
-                    Activated b = activate_backward(high(g[j][r]), high(u[j][r]));
-                    u32 h = pack(a.h, b.h);
-                    sum[r] = __fadd_rn(sum[r], __fmul_rn(d0, low(h)));
-                    sum[r] = __fadd_rn(sum[r], __fmul_rn(d1, high(h)));
-                    float s0 = __fmul_rn(weight[r], d0), s1 = __fmul_rn(weight[r], d1);
-                    g[j][r] = pack(__fmul_rn(s0, a.dg), __fmul_rn(s1, b.dg));
-                    u[j][r] = pack(__fmul_rn(s0, a.du), __fmul_rn(s1, b.du));
-                    wh[j][r] = pack(__fmul_rn(weight[r], low(h)), __fmul_rn(weight[r], high(h)));
+                for (u32 i = 0; i < 2; i++) {
+#pragma unroll
+                    for (u32 r = 0; r < 2; r++) {
+                        const float* d = acc + 32 * quarter + 4 * (j + i) + 2 * r;
+                        Activated a = activate_backward(low(g[i][r]), low(u[i][r]));
+                        Activated b = activate_backward(high(g[i][r]), high(u[i][r]));
+                        u32 h = pack(a.h, b.h);
+                        sum[r] = __fmaf_rn(d[0], low(h), sum[r]);
+                        sum[r] = __fmaf_rn(d[1], high(h), sum[r]);
+                        float s0 = __fmul_rn(weight[r], d[0]), s1 = __fmul_rn(weight[r], d[1]);
+                        g[i][r] = pack(__fmul_rn(s0, a.dg), __fmul_rn(s1, b.dg));
+                        u[i][r] = pack(__fmul_rn(s0, a.du), __fmul_rn(s1, b.du));
+                        wh[i][r] = pack(__fmul_rn(weight[r], low(h)), __fmul_rn(weight[r], high(h)));
+                    }
                 }
+                write_matrix(g_at, g);
+                write_matrix(u_at, u);
+                write_matrix(u_at + 128 * 128, wh);
             }
-            store_piece(buffer, g, columns, rows(p.ring_dg, w.ring));
-            store_piece(buffer + 2048, u, columns, rows(p.ring_du, w.ring));
-            store_piece(buffer, wh, columns, rows(p.ring_h, w.ring));
+            if (pieces_written()) {
+                ptx::tile_store(&p.out_dg, g_piece, col0, w.ring + row0);
+                ptx::tile_store(&p.out_du, u_piece, col0, w.ring + row0);
+                ptx::tile_store(&p.out_h, wh_piece, col0, w.ring + row0);
+                ptx::bulk_commit();
+                // The stage of the quarter before has been read.
+                ptx::bulk_wait_read<1>();
+                if (quarter > 0) ptx::barrier_arrive(&s.empty[(at.stage + gemm::STAGES - 1) % gemm::STAGES]);
+            }
+            __syncwarp();
+            owed.first = at.stage;
+            owed.stages = 1;
+            at.next();
         }
 #pragma unroll
         for (u32 r = 0; r < 2; r++) {
@@ -171,7 +204,8 @@ struct Backward {
 
     // The gradient of this tile's 64 biases of one warpgroup: the columns of dy (times w), dg or du summed along the run's
     // rows. Of each block of 128 rows a warp sums 32 in order; the four sums are added pairwise, then to the total.
-    static __device__ __forceinline__ void bias_gradient(const PassParams& p, const Work& w, u32 group, char* buffer, bool goes_on) {
+    // `buffers` are the warpgroup's own.
+    static __device__ __forceinline__ void bias_gradient(const PassParams& p, const Work& w, u32 group, char* buffers, bool goes_on) {
         u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, column = w.task.tile_m * 128 + group * 64 + 2 * lane;
         bool down = w.task.weight == program::DOWN_WEIGHT;
         if (w.task.tile_m * 128 + group * 64 >= (down ? HIDDEN_SIZE : INNER_SIZE)) return;
@@ -179,9 +213,10 @@ struct Backward {
         u32 stride = down ? HIDDEN_SIZE : WIDTH;
         float* base = down ? p.d_bias_down : w.task.weight == program::GATE ? p.d_bias_gate : p.d_bias_up;
         float2* to = reinterpret_cast<float2*>(base + w.expert * (down ? HIDDEN_SIZE : INNER_SIZE) + column);
-        float2* parts = reinterpret_cast<float2*>(buffer - warp * 4096);  // [4 warps, 32 pairs of columns]
+        float2* parts = reinterpret_cast<float2*>(buffers);  // [4 warps, 32 pairs of columns]
         float2 total = goes_on ? __ldcg(to) : make_float2(0, 0);
-        // The other warps' stores from these buffers are done.
+        // The copy engine has read what all warps left here.
+        ptx::bulk_wait_read<0>();
         ptx::group_sync(2 + group, 128);
         for (u32 block = 0; block < w.task.run.blocks; block++) {
             uint2 source = p.sources[(w.task.run.block + block) * 128 + warp * 32 + lane];
@@ -209,8 +244,8 @@ struct Backward {
     }
 
     // The output gate's gradient: along the run's rows in order, each thread eight columns at a time.
-    static __device__ __forceinline__ void output_gate_gradient(const PassParams& p, const Work& w, u32 group, char* buffer, bool goes_on) {
-        float* slopes = reinterpret_cast<float*>(buffer - threadIdx.x % 128 / 32 * 4096);  // [128 rows], each warpgroup its own
+    static __device__ __forceinline__ void output_gate_gradient(const PassParams& p, const Work& w, u32 group, char* buffers, bool goes_on) {
+        float* slopes = reinterpret_cast<float*>(buffers);  // [128 rows], each warpgroup its own
         for (u32 block = 0; block < w.task.run.blocks; block++) {
             u32 row = threadIdx.x % 128;
             uint2 source = p.sources[(w.task.run.block + block) * 128 + row];
@@ -240,78 +275,152 @@ struct Backward {
         ptx::group_sync(2 + group, 128);
     }
 
-    static __device__ __forceinline__ void zero(float* at, u64 n) {
-        for (u64 i = threadIdx.x - 128; i < n / 4; i += 256) reinterpret_cast<float4*>(at)[i] = make_float4(0, 0, 0, 0);
+    template <typename T> static __device__ __forceinline__ void zero(T* at, u64 n) {
+        constexpr u32 PER = 16 / sizeof(T);
+        for (u64 i = threadIdx.x - 128; i < n / PER; i += 256) reinterpret_cast<uint4*>(at)[i] = make_uint4(0, 0, 0, 0);
     }
 
-    static __device__ __forceinline__ float* gradient(const PassParams& p, const Work& w, u32& m, u32& n) {
-        u32 shared = w.expert >= LOCAL, width = shared ? SHARED_SIZE : INNER_SIZE;
-        bool down = w.task.weight == program::DOWN_WEIGHT;
-        m = down ? HIDDEN_SIZE : width;
-        n = down ? width : HIDDEN_SIZE;
-        float* base = static_cast<float*>(down ? p.d_down[shared] : w.task.weight == program::GATE ? p.d_gate[shared] : p.d_up[shared]);
-        return base + (shared ? 0 : u64(w.expert) * INNER_SIZE * HIDDEN_SIZE);
+    // A weight's place among three of the same size: gate, up, down.
+    template <typename T> static __device__ __forceinline__ T* of_weight(u32 weight, T* gate, T* up, T* down) {
+        return weight == program::DOWN_WEIGHT ? down : weight == program::GATE ? gate : up;
     }
 
-    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, const char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, char* buffer, u32 row0) {
-        Tracer tracer;
-        maybe_hang(p, w.task);
-        if (w.task.kind == program::D_HIDDEN) {
-            gemm::consume<0, 1>(acc, s.stages, at, stages, group, w.blocks, true);
-            store_d_hidden(p, s.stages, stages, at, buffer, acc, w, row0);
-        } else if (w.task.kind == program::D_INPUT) {
-            gemm::consume<0, 1>(acc, s.stages, at, stages, group, w.blocks, true);
-            push<false>(p, buffer, acc, w, row0);
-            if (w.task.b == 0) push_d_w(p, w, row0);
-        } else if (w.task.kind == program::GATE_UP) {
-            gemm::consume<0, 0>(acc, s.stages, at, stages, group, w.blocks, true);
-            store_gate_up<false>(p, buffer, acc, w, row0);
-        } else if (HAS_OUTPUT_GATE && w.task.kind == program::W_GRAD && w.task.weight == program::OUTPUT_GATE) {
-            output_gate_gradient(p, w, group, buffer, p.accumulate || !w.task.first);
-        } else if (w.task.kind == program::W_GRAD) {
-            u32 m, n, lane = threadIdx.x % 32;
-            float* base = gradient(p, w, m, n);
-            u32 r0 = w.task.tile_m * 128 + row0 + lane / 4, c0 = w.task.tile_n * 256 + 2 * (lane % 4);
-            bool goes_on = p.accumulate || !w.task.first;
-            float* d = base + u64(r0) * n + c0;
-            {
-#pragma unroll
-                for (u32 j = 0; j < 32; j++) {
-#pragma unroll
-                    for (u32 r = 0; r < 2; r++) {
-                        float2 v = make_float2(0, 0);
-                        if (goes_on && r0 + 8 * r < m && c0 + 8 * j < n) v = __ldcg(reinterpret_cast<const float2*>(d + u64(8 * r) * n + 8 * j));
-                        acc[4 * j + 2 * r] = v.x;
-                        acc[4 * j + 2 * r + 1] = v.y;
-                    }
-                }
-            }
-            gemm::consume<1, 1>(acc, s.stages, at, stages, group, w.blocks, false);
+    // A lane's pairs of values of an accumulator, and their places in a matrix of `pitch` columns, `columns` of them inside.
+    struct Fragment {
+        u64 first;
+        u32 pitch, columns;
+        template <typename F> __device__ __forceinline__ void each(float (&acc)[128], const F& f) const {
 #pragma unroll
             for (u32 j = 0; j < 32; j++) {
 #pragma unroll
                 for (u32 r = 0; r < 2; r++) {
-                    if (r0 + 8 * r < m && c0 + 8 * j < n) __stcs(reinterpret_cast<float2*>(d + u64(8 * r) * n + 8 * j), make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]));
+                    f(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1], first + u64(8 * r) * pitch + 8 * j, 8 * j < columns);
                 }
             }
-            if (BIASES && w.task.tile_n == 0 && w.expert < LOCAL) bias_gradient(p, w, group, buffer, goes_on);
-        } else if (w.task.kind == program::ZERO_GRAD && !p.accumulate) {
-            u32 shared = w.task.a >= LOCAL;
-            u64 len = u64(shared ? SHARED_SIZE : INNER_SIZE) * HIDDEN_SIZE, first = shared ? 0 : w.task.a * len;
-            zero(static_cast<float*>(p.d_gate[shared]) + first, len);
-            zero(static_cast<float*>(p.d_up[shared]) + first, len);
-            zero(static_cast<float*>(p.d_down[shared]) + first, len);
-            if (BIASES && !shared) {
-                zero(p.d_bias_gate + w.task.a * INNER_SIZE, INNER_SIZE);
-                zero(p.d_bias_up + w.task.a * INNER_SIZE, INNER_SIZE);
-                zero(p.d_bias_down + w.task.a * HIDDEN_SIZE, HIDDEN_SIZE);
+        }
+    };
+
+    static __device__ __forceinline__ void weight_gradient(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, u32 row0, Owed& owed, Tracer& tracer) {
+        u32 lane = threadIdx.x % 32, shared = w.expert >= LOCAL, weight = w.task.weight, width = shared ? SHARED_SIZE : INNER_SIZE;
+        u32 m = weight == program::DOWN_WEIGHT ? HIDDEN_SIZE : width, n = weight == program::DOWN_WEIGHT ? width : HIDDEN_SIZE;
+        u32 r0 = w.task.tile_m * 128 + row0, c0 = w.task.tile_n * 256;
+        bool inside = r0 < m;  // 16 rows are, or are not
+        u64 size = u64(m) * n, expert = shared ? 0 : w.expert;
+        Fragment mine{u64(r0 + lane / 4) * n + c0 + 2 * (lane % 4), n, inside ? n - c0 : 0};
+        auto* gradient = static_cast<Gradient*>(of_weight(weight, p.d_gate[shared], p.d_up[shared], p.d_down[shared])) + expert * size;
+        // Where a sum that goes on from one minibatch to the next is kept: `minibatch` is the earlier.
+        auto carry = [&](u32 minibatch) -> float* {
+            if (!BF16_GRADIENTS) return reinterpret_cast<float*>(gradient);
+            float* slot = p.carry[shared] + (shared ? 0 : minibatch % 2 * 3 * size);
+            return of_weight(weight, slot, slot + size, slot + 2 * size);
+        };
+        u32 minibatch = w.task.run.minibatch;
+        const float* from = !w.task.first ? carry(minibatch - 1) : p.accumulate && !BF16_GRADIENTS ? carry(0) : nullptr;
+        bool widened = BF16_GRADIENTS && w.task.first && p.accumulate;
+        mine.each(acc, [&](float& a, float& b, u64 place, bool inside) {
+            float2 v = make_float2(0, 0);
+            if (inside && from) v = __ldcg(reinterpret_cast<const float2*>(from + place));
+            if (inside && widened) {
+                u32 pair = __ldcg(reinterpret_cast<const u32*>(reinterpret_cast<const bf16*>(gradient) + place));
+                v = make_float2(low(pair), high(pair));
             }
-            if (HAS_OUTPUT_GATE && shared) zero(p.d_output_gate, HIDDEN_SIZE);
+            a = v.x, b = v.y;
+        });
+        tracer.load(s.stages, at);
+        multiply<1, 1>(acc, s.stages, at, stages, group, w.blocks, false, owed);
+        tracer.multiplied();
+        owed.borrow(s.stages, at, GRADIENT_LENT);
+        if (BF16_GRADIENTS && !w.task.last) {
+            float* to = carry(minibatch);
+            mine.each(acc, [&](float& a, float& b, u64 place, bool inside) {
+                if (inside) __stcg(reinterpret_cast<float2*>(to + place), make_float2(a, b));
+            });
+            return;
+        }
+        if (!inside) return;
+#pragma unroll
+        for (u32 i = 0; i < 256 / GRADIENT_COLUMNS; i++) {
+            if (c0 + i * GRADIENT_COLUMNS >= n) break;
+            char* piece = piece_at(stages, owed.first, i);
+#if BF16_GRADIENTS
+#pragma unroll
+            for (u32 j = 0; j < 8; j += 2) {
+                const float* v = acc + 32 * i + 4 * j;
+                write_matrix(matrix_at(piece, j), {{pack(v[0], v[1]), pack(v[2], v[3])}, {pack(v[4], v[5]), pack(v[6], v[7])}});
+            }
+#else
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+#pragma unroll
+                for (u32 r = 0; r < 2; r++) {
+                    const float* v = acc + 16 * i + 4 * j + 2 * r;
+                    u32 row = lane / 4 + 8 * r, chunk = (2 * j + lane % 4 / 2) ^ (row % 8);
+                    *reinterpret_cast<float2*>(piece + row * 128 + chunk * 16 + lane % 2 * 8) = make_float2(v[0], v[1]);
+                }
+            }
+#endif
+        }
+        if (pieces_written()) {
+            const TensorMap* map = of_weight(weight, &p.out_d_gate[shared], &p.out_d_up[shared], &p.out_d_down[shared]);
+            for (u32 i = 0; i < 256 / GRADIENT_COLUMNS && c0 + i * GRADIENT_COLUMNS < n; i++) {
+                ptx::tile_store(map, piece_at(stages, owed.first, i), c0 + i * GRADIENT_COLUMNS, u32(expert * m) + r0);
+            }
+            ptx::bulk_commit();
+        }
+    }
+
+    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, u32 row0, Owed& owed) {
+        Tracer tracer;
+        maybe_hang(p, w.task, s.stages, owed);
+        char* buffers = stages + gemm::STAGES * gemm::STAGE_BYTES + group * (STORE_BYTES / 2);
+        bool goes_on = p.accumulate || !w.task.first;
+        if (w.task.kind == program::D_HIDDEN) {
+            const uint2* sources = p.sources + w.task.a * 128 + row0 + threadIdx.x % 32 / 4;
+            float weight[2] = {factor(p, __ldg(sources)), factor(p, __ldg(sources + 8))};
+            tracer.load(s.stages, at);
+            multiply<0, 1>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+            tracer.multiplied();
+            store_d_hidden(p, s.stages, stages, at, acc, w, weight, row0, owed);
+        } else if (w.task.kind == program::D_INPUT) {
+            uint2 to = push_target(p, w, row0);
+            tracer.load(s.stages, at);
+            multiply<0, 1>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+            tracer.multiplied();
+            push<false>(p, s.stages, at, stages, acc, w, to, owed);
+            if (w.task.b == 0) push_d_w(p, w, row0);
+        } else if (w.task.kind == program::GATE_UP) {
+            tracer.load(s.stages, at);
+            multiply<0, 0>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+            tracer.multiplied();
+            store_gate_up<false>(p, s.stages, at, stages, acc, w, row0, owed);
+        } else if (HAS_OUTPUT_GATE && w.task.kind == program::W_GRAD && w.task.weight == program::OUTPUT_GATE) {
+            owed.settle(s.stages);
+            output_gate_gradient(p, w, group, buffers, goes_on);
+        } else if (w.task.kind == program::W_GRAD) {
+            weight_gradient(p, s, stages, at, acc, w, group, row0, owed, tracer);
+            if (BIASES && w.task.tile_n == 0 && w.expert < LOCAL) bias_gradient(p, w, group, buffers, goes_on);
+        } else {
+            owed.settle(s.stages);
+            if (w.task.kind == program::ZERO_GRAD && !p.accumulate) zero_gradients(p, w.task.a);
         }
         if (TRACE && threadIdx.x == 128 && w.task.kind != program::SKIP) {
             bool grad = w.task.kind == program::W_GRAD;
             tracer.end(p, w.task.kind, w.task.weight, grad ? w.task.run.block : w.task.a, grad ? w.task.tile_m << 16 | w.task.tile_n : w.task.b);
         }
+    }
+
+    static __device__ __forceinline__ void zero_gradients(const PassParams& p, u32 expert) {
+        u32 shared = expert >= LOCAL;
+        u64 len = u64(shared ? SHARED_SIZE : INNER_SIZE) * HIDDEN_SIZE, first = shared ? 0 : expert * len;
+        zero(static_cast<Gradient*>(p.d_gate[shared]) + first, len);
+        zero(static_cast<Gradient*>(p.d_up[shared]) + first, len);
+        zero(static_cast<Gradient*>(p.d_down[shared]) + first, len);
+        if (BIASES && !shared) {
+            zero(p.d_bias_gate + expert * INNER_SIZE, INNER_SIZE);
+            zero(p.d_bias_up + expert * INNER_SIZE, INNER_SIZE);
+            zero(p.d_bias_down + expert * HIDDEN_SIZE, HIDDEN_SIZE);
+        }
+        if (HAS_OUTPUT_GATE && shared) zero(p.d_output_gate, HIDDEN_SIZE);
     }
 
     static __device__ __forceinline__ void reduce(const PassParams& p, u32 rank, u32 chunk) {

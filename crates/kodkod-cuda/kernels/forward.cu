@@ -20,6 +20,7 @@ struct Forward {
     }
 
     static __device__ __forceinline__ u32 extra(const Work&) { return 0; }
+    static __device__ __forceinline__ u32 lent(const Work& w) { return w.task.kind == program::GATE_UP ? GATE_UP_LENT<true> : PUSH_LENT; }
 
     static __device__ __forceinline__ void produce(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, const Work& w) {
         u32 shared = w.expert >= LOCAL, expert = shared ? 0 : w.expert, tile = w.task.b;
@@ -43,12 +44,15 @@ struct Forward {
         }
     }
 
-    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, const char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, char* buffer, u32 row0) {
+    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, u32 row0, Owed& owed) {
         Tracer tracer;
-        maybe_hang(p, w.task);
-        gemm::consume<0, 0>(acc, s.stages, at, stages, group, w.blocks, true);
-        if (w.task.kind == program::GATE_UP) store_gate_up<true>(p, buffer, acc, w, row0);
-        else push<true>(p, buffer, acc, w, row0);
+        maybe_hang(p, w.task, s.stages, owed);
+        uint2 to = push_target(p, w, row0);
+        tracer.load(s.stages, at);
+        multiply<0, 0>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+        tracer.multiplied();
+        if (w.task.kind == program::GATE_UP) store_gate_up<true>(p, s.stages, at, stages, acc, w, row0, owed);
+        else push<true>(p, s.stages, at, stages, acc, w, to, owed);
         if (threadIdx.x == 128) tracer.end(p, w.task.kind, 0, w.task.a, w.task.b);
     }
 
@@ -61,7 +65,7 @@ struct Forward {
             // Kept for the backward.
             for (u32 t = first + threadIdx.x / 32; t < end; t += WARPS) {
                 float logit = dot_row(p.x_of[rank] + u64(t) * HIDDEN_SIZE, p.output_gate);
-                if (threadIdx.x % 32 == 0) p.output_gates[rank][t] = __fdividef(1.0f, 1.0f + __expf(-logit));
+                if (threadIdx.x % 32 == 0) p.output_gates[rank][t] = sigmoid(logit);
             }
             __syncthreads();
         }

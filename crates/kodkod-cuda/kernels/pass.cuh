@@ -7,27 +7,29 @@ constexpr u32 THREADS = 384;
 constexpr u32 WIDTH = INNER_SIZE > SHARED_SIZE ? INNER_SIZE : SHARED_SIZE;
 constexpr u32 LOCAL = EXPERTS / RANKS;
 
-// What the producer tells the consumers of one tile.
+// What the scheduler tells the others of one tile.
 struct Work {
     program::Task task;
-    u32 more;        // 0: there is no other
-    u32 rows;        // of the block, padding not counted; 128 where rows are not M
-    u32 blocks;      // of K
-    u32 extra;       // stages after those, for the epilogue
-    u32 kept, ring;  // first rows of its slots
+    u32 more;         // 0: there is no other
+    u32 rows;         // of the block, padding not counted; 128 where rows are not M
+    u32 blocks;       // of K
+    u32 extra, lent;  // stages after those, for the epilogue: loaded, and lent empty
+    u32 kept, ring;   // first rows of its slots
     u32 expert;
 };
 
+constexpr u32 WORKS = 4;
 struct Shared {
     gemm::Stages stages;
-    u64 work_full[2], work_empty[2], work_done[2];
+    u64 work_full[WORKS], work_empty[WORKS], work_done[WORKS];
     u64 row_full[48];
-    Work work[2];
+    Work work[WORKS];
+    program::Program program;
     program::Task comm;
     program::Step steps[2];
     u32 more;
 };
-constexpr u32 STORE_BYTES = 8 * 4096;  // of each consumer warp, 16 rows of 64 columns, twice
+constexpr u32 STORE_BYTES = 8 * 4096;  // of each consumer warp, two pieces
 constexpr u32 SMEM_BYTES = gemm::STAGES * gemm::STAGE_BYTES + STORE_BYTES + sizeof(Shared);
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
@@ -89,44 +91,84 @@ __device__ __forceinline__ void arrive(const PassParams& p, const program::Progr
     }
 }
 
-// A warp's piece of an accumulator: 16 rows of 64 columns. A lane holds, packed, columns 8 j + 2 (lane % 4) and the next,
-// of rows lane / 4 (`[j][0]`) and lane / 4 + 8 (`[j][1]`), j = 0..7. `buffer` has 2048 bytes, a row 128, swizzled.
-using Piece = u32[8][2];
+// The epilogue of a tile writes to shared memory and leaves the rest to the copy engine, so that the next product can
+// begin: its stores are settled while the tensor cores are at the next tile. A warp's pieces lie in its own buffer, two,
+// and in stages that the producer lends, three in each.
+constexpr u32 PIECE_BYTES = 2048, OWN_PIECES = 2, LENT_PIECES = 3;
+static_assert(STORE_BYTES == gemm::CONSUMER_WARPS * OWN_PIECES * PIECE_BYTES, "room");
+static_assert(gemm::STAGE_BYTES == gemm::CONSUMER_WARPS * LENT_PIECES * PIECE_BYTES, "room");
 
-__device__ __forceinline__ u32 matrix_at(char* buffer, u32 j) {
+// What a consumer warp has not settled yet.
+struct Owed {
+    u32 first = 0, stages = 0;  // lent: to be given back when the stores have read them
+    u64* done = nullptr;        // to be told when the stores are whole
+
+    __device__ __forceinline__ void give_back(gemm::Stages& s) {
+        if (stages == 0) return;
+        ptx::bulk_wait_read<0>();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            for (u32 i = 0; i < stages; i++) ptx::barrier_arrive(&s.empty[(first + i) % gemm::STAGES]);
+        }
+        stages = 0;
+    }
+    __device__ __forceinline__ void settle(gemm::Stages& s) {
+        give_back(s);
+        if (done == nullptr) return;
+        ptx::bulk_wait<0>();
+        ptx::barrier_arrive(done);
+        done = nullptr;
+    }
+    __device__ __forceinline__ void borrow(gemm::Stages& s, gemm::Cursor& at, u32 n) {
+        first = at.stage;
+        stages = n;
+        for (u32 i = 0; i < n; i++) {
+            ptx::barrier_wait(&s.full[at.stage], at.phase);
+            at.next();
+        }
+    }
+};
+
+// A tile's product. What the tile before owes is settled meanwhile: its stages before this one's third block, which may
+// wait for them.
+template <int TA, int TB>
+__device__ __forceinline__ void multiply(float (&acc)[128], gemm::Stages& s, gemm::Cursor& at, const char* stages, u32 group, u32 blocks, bool start, Owed& owed) {
+    gemm::consume<TA, TB>(acc, s, at, stages, group, blocks, start, [&](u32 block) {
+        if (block == 1) owed.give_back(s);
+        if (block == 3) owed.settle(s);
+    });
+    owed.settle(s);
+}
+
+// The warp's piece `i` of the epilogue, the lent stages being those from `first`.
+__device__ __forceinline__ char* piece_at(char* stages, u32 first, u32 i) {
+    u32 warp = threadIdx.x / 32 - 4;
+    if (i < OWN_PIECES) return stages + gemm::STAGES * gemm::STAGE_BYTES + (warp * OWN_PIECES + i) * PIECE_BYTES;
+    u32 stage = (first + (i - OWN_PIECES) / LENT_PIECES) % gemm::STAGES;
+    return stages + stage * gemm::STAGE_BYTES + (warp * LENT_PIECES + (i - OWN_PIECES) % LENT_PIECES) * PIECE_BYTES;
+}
+
+// A piece is 16 rows of 128 bytes, in the copy engine's swizzle. Of 64 bf16 columns a lane holds, packed, columns
+// 8 j + 2 (lane % 4) and the next, of rows lane / 4 (`[0]`) and lane / 4 + 8 (`[1]`), j = 0..7. Here: for j and j + 1.
+using Pairs = u32[2][2];
+__device__ __forceinline__ u32 matrix_at(const char* piece, u32 j) {
     // Matrices of 8 rows and 8 columns: rows 0-7 and 8-15 of column group j, then of j + 1.
     u32 lane = threadIdx.x % 32, row = lane % 16, group = j + lane / 16;
-    return ptx::smem_address(buffer) + row * 128 + (group ^ (row % 8)) * 16;
+    return ptx::smem_address(piece) + row * 128 + (group ^ (row % 8)) * 16;
 }
-
-// `address(row)` is where the row's columns go, or null. A row is written in whole 16-byte pieces; those beyond
-// `columns` are left out.
-template <typename D>
-__device__ __forceinline__ void store_piece(char* buffer, const Piece& v, u32 columns, const D& address) {
-    u32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (u32 j = 0; j < 8; j += 2) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrix_at(buffer, j)), "r"(v[j][0]),
-                     "r"(v[j][1]), "r"(v[j + 1][0]), "r"(v[j + 1][1]) : "memory");
-    }
-    __syncwarp();
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        u32 r = i * 4 + lane / 8, group = lane % 8;
-        uint4 row = *reinterpret_cast<uint4*>(buffer + r * 128 + (group ^ (r % 8)) * 16);
-        bf16* to = address(r);
-        if (to && group * 8 < columns) *reinterpret_cast<uint4*>(to + group * 8) = row;
-    }
-    __syncwarp();
+__device__ __forceinline__ void write_matrix(u32 at, const Pairs& v) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0][0]), "r"(v[0][1]), "r"(v[1][0]),
+                 "r"(v[1][1]) : "memory");
 }
-
-// The reverse, from rows that the copy engine has left in shared memory in the same swizzle.
-__device__ __forceinline__ void read_piece(char* rows, Piece& v) {
-#pragma unroll
-    for (u32 j = 0; j < 8; j += 2) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v[j][0]), "=r"(v[j][1]), "=r"(v[j + 1][0]), "=r"(v[j + 1][1]) : "r"(matrix_at(rows, j)) : "memory");
-    }
+__device__ __forceinline__ void read_matrix(u32 at, Pairs& v) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0][0]), "=r"(v[0][1]), "=r"(v[1][0]), "=r"(v[1][1]) : "r"(at) : "memory");
+}
+// The warp has written pieces: one thread may hand them to the copy engine.
+__device__ __forceinline__ bool pieces_written() {
+    ptx::proxy_fence_shared();
+    __syncwarp();
+    return threadIdx.x % 32 == 0;
 }
 
 // Rows of `block` whose tokens `source` holds, copied into its slots; the rank's own task also zeroes the padding rows,
@@ -214,21 +256,29 @@ __device__ __forceinline__ float dot_row(const bf16* row, const float* weight) {
 }
 
 // A test hook: holds one task until its rank has given up, or another rank has for long.
-__device__ __forceinline__ void maybe_hang(const PassParams& p, const program::Task& t) {
+__device__ __forceinline__ void maybe_hang(const PassParams& p, const program::Task& t, gemm::Stages& s, Owed& owed) {
     if (t.kind != p.hang_kind || t.a != p.hang_a || t.b != p.hang_b) return;
+    owed.settle(s);
     for (u32 late = 0; late < 100000 && !ptx::load_acquire_sys(&p.stall->given_up); __nanosleep(1000)) late += ptx::load_acquire_sys(p.abort) != 0;
 }
 
 // Begin and end of a task, by one thread; nothing where TRACE is 0.
 struct Tracer {
-    u64 begin;
+    u64 begin, loaded = 0, product = 0;
     __device__ __forceinline__ Tracer() : begin(TRACE ? ptx::nanoseconds() : 0) {}
+    __device__ __forceinline__ void load(gemm::Stages& s, const gemm::Cursor& at) {
+        if (!TRACE) return;
+        ptx::barrier_wait(&s.full[at.stage], at.phase);
+        loaded = ptx::nanoseconds();
+    }
+    __device__ __forceinline__ void multiplied() { if (TRACE) product = ptx::nanoseconds(); }
     __device__ __forceinline__ void end(const PassParams& p, u32 kind, u32 weight, u32 a, u32 b) const {
         if (!TRACE) return;
+        u64 now = ptx::nanoseconds();
         u32 at = atomicAdd(p.stamped, 1), sm;
         if (at >= p.stamps_most) return;
         asm("mov.u32 %0, %%smid;" : "=r"(sm));
-        p.stamps[at] = {begin, ptx::nanoseconds(), kind, weight, a, b, sm, blockIdx.x};
+        p.stamps[at] = {begin, loaded, product, now, kind, weight, a, b, sm, blockIdx.x};
     }
 };
 
@@ -248,19 +298,21 @@ __device__ __forceinline__ float keep_side(float v) {
 __device__ __forceinline__ float keep_gate(float g) { return LIMIT_ON ? keep_side(g) : g; }
 __device__ __forceinline__ float keep_up(float u) { return LIMIT_ON ? copysignf(keep_side(fabsf(u)), u) : u; }
 
+__device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(__fadd_rn(1.0f, ptx::exp2(__fmul_rn(-1.4426950408889634f, x)))); }
+
 // h = (u + offset) g sigmoid(alpha g), unrounded.
 __device__ __forceinline__ float activate(float g, float u) {
     g = clamp_high(g, LIMIT);
     u = clamp_low(clamp_high(u, LIMIT), LIMIT);
-    float sigmoid = __fdividef(1.0f, 1.0f + __expf(-ALPHA * g));
-    return __fmul_rn(__fadd_rn(u, UP_OFFSET), __fmul_rn(g, sigmoid));
+    return __fmul_rn(__fadd_rn(u, UP_OFFSET), __fmul_rn(g, sigmoid(__fmul_rn(ALPHA, g))));
 }
 // The same with dh/dg and dh/du, zero where clamped.
 __device__ __forceinline__ Activated activate_backward(float g, float u) {
     float gc = clamp_high(g, LIMIT), uc = clamp_low(clamp_high(u, LIMIT), LIMIT);
-    float s = __fdividef(1.0f, 1.0f + __expf(-ALPHA * gc));
+    float s = sigmoid(__fmul_rn(ALPHA, gc));
     float glu = __fmul_rn(gc, s), up = __fadd_rn(uc, UP_OFFSET);
-    float slope = __fmul_rn(s, __fadd_rn(1.0f, __fmul_rn(__fmul_rn(ALPHA, gc), __fsub_rn(1.0f, s))));
+    // s + alpha g s (1 - s)
+    float slope = __fmaf_rn(__fmul_rn(ALPHA, glu), __fsub_rn(1.0f, s), s);
     Activated a{__fmul_rn(up, glu), __fmul_rn(up, slope), glu};
     if (LIMIT_ON && g > LIMIT) a.dg = 0;
     if (LIMIT_ON && (u > LIMIT || u < -LIMIT)) a.du = 0;
@@ -268,89 +320,112 @@ __device__ __forceinline__ Activated activate_backward(float g, float u) {
 }
 
 // g and u of a GateUp tile, and h in a forward. The accumulator's first 128 columns are g, the others u.
+template <bool FORWARD> constexpr u32 GATE_UP_LENT = FORWARD ? 2 : 1;
 template <bool FORWARD>
-__device__ __forceinline__ void store_gate_up(const PassParams& p, char* buffer, const float (&acc)[128], const Work& w, u32 row0) {
+__device__ __forceinline__ void store_gate_up(const PassParams& p, gemm::Stages& s, gemm::Cursor& at, char* stages, const float (&acc)[128], const Work& w, u32 row0, Owed& owed) {
+    constexpr u32 OUTPUTS = FORWARD ? 3 : 2;
+    static_assert(2 * OUTPUTS <= OWN_PIECES + GATE_UP_LENT<FORWARD> * LENT_PIECES, "room");
     u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
+    owed.borrow(s, at, GATE_UP_LENT<FORWARD>);
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         u32 col0 = w.task.b * 128 + half * 64;
         if (col0 >= width) break;
-        u32 columns = min(64u, width - col0);
-        Piece g, u, h;
+        char* piece[OUTPUTS];
 #pragma unroll
-        for (u32 j = 0; j < 8; j++) {
+        for (u32 i = 0; i < OUTPUTS; i++) piece[i] = piece_at(stages, owed.first, half * OUTPUTS + i);
 #pragma unroll
-            for (u32 r = 0; r < 2; r++) {
-                const float* vg = acc + 32 * half + 4 * j + 2 * r;
-                const float* vu = vg + 64;
-                float g0 = vg[0], g1 = vg[1], u0 = vu[0], u1 = vu[1];
-                if (BIASES && w.expert < LOCAL) {
-                    u32 c = w.expert * INNER_SIZE + col0 + 8 * j + 2 * (lane % 4);
-                    float2 bg = __ldg(reinterpret_cast<const float2*>(p.bias_gate + c));
-                    float2 bu = __ldg(reinterpret_cast<const float2*>(p.bias_up + c));
-                    g0 = __fadd_rn(g0, bg.x), g1 = __fadd_rn(g1, bg.y);
-                    u0 = __fadd_rn(u0, bu.x), u1 = __fadd_rn(u1, bu.y);
+        for (u32 j = 0; j < 8; j += 2) {
+            Pairs g, u, h;
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) {
+#pragma unroll
+                for (u32 r = 0; r < 2; r++) {
+                    const float* vg = acc + 32 * half + 4 * (j + i) + 2 * r;
+                    const float* vu = vg + 64;
+                    float g0 = vg[0], g1 = vg[1], u0 = vu[0], u1 = vu[1];
+                    if (BIASES && w.expert < LOCAL) {
+                        u32 c = w.expert * INNER_SIZE + col0 + 8 * (j + i) + 2 * (lane % 4);
+                        float2 bg = __ldg(reinterpret_cast<const float2*>(p.bias_gate + c));
+                        float2 bu = __ldg(reinterpret_cast<const float2*>(p.bias_up + c));
+                        g0 = __fadd_rn(g0, bg.x), g1 = __fadd_rn(g1, bg.y);
+                        u0 = __fadd_rn(u0, bu.x), u1 = __fadd_rn(u1, bu.y);
+                    }
+                    g[i][r] = pack(keep_gate(g0), keep_gate(g1));
+                    u[i][r] = pack(keep_up(u0), keep_up(u1));
+                    // From the stored values, so that the backward sees the same.
+                    if (FORWARD) h[i][r] = pack(activate(low(g[i][r]), low(u[i][r])), activate(high(g[i][r]), high(u[i][r])));
                 }
-                g[j][r] = pack(keep_gate(g0), keep_gate(g1));
-                u[j][r] = pack(keep_up(u0), keep_up(u1));
-                // From the stored values, so that the backward sees the same.
-                if (FORWARD) h[j][r] = pack(activate(low(g[j][r]), low(u[j][r])), activate(high(g[j][r]), high(u[j][r])));
             }
+            write_matrix(matrix_at(piece[0], j), g);
+            write_matrix(matrix_at(piece[1], j), u);
+            if (FORWARD) write_matrix(matrix_at(piece[OUTPUTS - 1], j), h);
         }
-        auto rows = [&](bf16* base, u32 first) {
-            bf16* at = base + u64(first + row0) * WIDTH + col0;
-            return [=](u32 r) { return at + u64(r) * WIDTH; };
-        };
-        store_piece(buffer, g, columns, rows(p.kept_g, w.kept));
-        store_piece(buffer, u, columns, rows(p.kept_u, w.kept));
-        if (FORWARD) store_piece(buffer, h, columns, rows(p.ring_h, w.ring));
+        if (pieces_written()) {
+            ptx::tile_store(&p.out_g, piece[0], col0, w.kept + row0);
+            ptx::tile_store(&p.out_u, piece[1], col0, w.kept + row0);
+            if (FORWARD) ptx::tile_store(&p.out_h, piece[OUTPUTS - 1], col0, w.ring + row0);
+            ptx::bulk_commit();
+        }
     }
 }
 
-// y_k or dx_k, rounded, to the slots of the ranks that hold the tokens.
-template <bool BIASED>
-__device__ __forceinline__ void push(const PassParams& p, char* buffer, const float (&acc)[128], const Work& w, u32 row0) {
+// y_k or dx_k, rounded, to the slots of the ranks that hold the tokens. Lane r < 16 holds where row r goes. Rows lie whole
+// in shared memory, 11 in a lent stage and 5 in the warp's own buffer, 16 bytes apart so that no two begin in one bank.
+constexpr u32 PUSH_LENT = 1, PUSH_PITCH = 256 * 2 + 16, PUSH_LENT_ROWS = LENT_PIECES * PIECE_BYTES / PUSH_PITCH;
+static_assert((16 - PUSH_LENT_ROWS) * PUSH_PITCH <= OWN_PIECES * PIECE_BYTES, "room");
+__device__ __forceinline__ uint2 push_target(const PassParams& p, const Work& w, u32 row0) {
     u32 lane = threadIdx.x % 32;
-    const uint2* sources = p.sources + w.task.a * 128 + row0;
+    return lane < 16 ? __ldg(p.sources + w.task.a * 128 + row0 + lane) : make_uint2(~0u, 0);
+}
+template <bool BIASED>
+__device__ __forceinline__ void push(const PassParams& p, gemm::Stages& s, gemm::Cursor& at, char* stages, const float (&acc)[128], const Work& w, uint2 to, Owed& owed) {
+    u32 lane = threadIdx.x % 32, r = lane % 16, first_col = w.task.b * 256;
+    owed.borrow(s, at, PUSH_LENT);
+    char* row = r < PUSH_LENT_ROWS ? piece_at(stages, owed.first, OWN_PIECES) + r * PUSH_PITCH : piece_at(stages, owed.first, 0) + (r - PUSH_LENT_ROWS) * PUSH_PITCH;
+    u32 matrix = ptx::smem_address(row) + lane / 16 * 16;
 #pragma unroll
-    for (u32 quarter = 0; quarter < 4; quarter++) {
-        u32 col0 = w.task.b * 256 + quarter * 64;
-        if (col0 >= HIDDEN_SIZE) break;
-        Piece v;
+    for (u32 j = 0; j < 32; j += 2) {
+        Pairs v;
 #pragma unroll
-        for (u32 j = 0; j < 8; j++) {
+        for (u32 i = 0; i < 2; i++) {
 #pragma unroll
             for (u32 r = 0; r < 2; r++) {
-                float v0 = acc[32 * quarter + 4 * j + 2 * r], v1 = acc[32 * quarter + 4 * j + 2 * r + 1];
-                if (BIASED && BIASES && w.expert < LOCAL) {
-                    u32 c = w.expert * HIDDEN_SIZE + col0 + 8 * j + 2 * (lane % 4);
-                    float2 bias = __ldg(reinterpret_cast<const float2*>(p.bias_down + c));
+                float v0 = acc[4 * (j + i) + 2 * r], v1 = acc[4 * (j + i) + 2 * r + 1];
+                u32 col = first_col + 8 * (j + i) + 2 * (lane % 4);
+                if (BIASED && BIASES && w.expert < LOCAL && col < HIDDEN_SIZE) {
+                    float2 bias = __ldg(reinterpret_cast<const float2*>(p.bias_down + w.expert * HIDDEN_SIZE + col));
                     v0 = __fadd_rn(v0, bias.x), v1 = __fadd_rn(v1, bias.y);
                 }
-                v[j][r] = pack(v0, v1);
+                v[i][r] = pack(v0, v1);
             }
         }
-        store_piece(buffer, v, 64, [&](u32 r) -> bf16* {
-            uint2 to = sources[r];
-            return to.x == ~0u ? nullptr : p.combine[to.x] + u64(to.y) * HIDDEN_SIZE + col0;
-        });
+        write_matrix(matrix + j * 16, v);
     }
+    pieces_written();
+    if (to.x != ~0u) {
+        bf16* slot = (RANKS == 1 ? p.combine[0] : p.combine[to.x]) + u64(to.y) * HIDDEN_SIZE + first_col;
+        ptx::bulk_store(slot, row, min(256u, HIDDEN_SIZE - first_col) * 2);
+    }
+    ptx::bulk_commit();
 }
 
 // One persistent kernel: the first CTAs pull rows, all run GEMM tiles, all reduce at the end.
 //   Ops::pull(task): where a row comes from and goes to      Ops::produce(work): one tile's loads
 //   Ops::consume(work): its product and epilogue             Ops::reduce(chunk)
+//   Ops::blocks, extra, lent: stages that the two take
 template <typename Ops> __device__ __forceinline__ void run_pass(const PassParams& p) {
     extern __shared__ __align__(1024) char smem[];
     char* stages = smem;
     char* store = smem + gemm::STAGES * gemm::STAGE_BYTES;
     Shared& s = *reinterpret_cast<Shared*>(store + STORE_BYTES);
-    const program::Program& q = *p.program;
-    u32 rank = q.rank, group = threadIdx.x / 128;
+    const program::Program& q = s.program;
+    u32 group = threadIdx.x / 128;
+    if (threadIdx.x < sizeof(program::Program) / 4) reinterpret_cast<u32*>(&s.program)[threadIdx.x] = reinterpret_cast<const u32*>(p.program)[threadIdx.x];
     if (threadIdx.x == 0) {
         gemm::init(s.stages);
         s.steps[0] = s.steps[1] = program::Step();
-        for (u32 i = 0; i < 2; i++) {
+        for (u32 i = 0; i < WORKS; i++) {
             ptx::barrier_init(&s.work_full[i], 1);
             ptx::barrier_init(&s.work_empty[i], 1);
             ptx::barrier_init(&s.work_done[i], 256);
@@ -359,6 +434,7 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    u32 rank = q.rank;
     u64 comm_end = program::before(q, program::COMM, q.minibatches);
 
     // Draws the next communication ticket, waits for it, and tells all threads; false at the end.
@@ -392,43 +468,50 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
         ptx::registers_shrink<56>();
         if (threadIdx.x == 0) {
             u64 end = program::tickets(q, program::COMPUTE);
+            // Drawn one ahead.
+            u64 ticket = atomicAdd(p.tickets + 1, 1);
             for (u32 n = 0;; n++) {
-                Work& w = s.work[n % 2];
-                ptx::barrier_wait(&s.work_empty[n % 2], (n / 2 & 1) ^ 1);
-                u64 ticket = atomicAdd(p.tickets + 1, 1);
+                Work& w = s.work[n % WORKS];
+                ptx::barrier_wait(&s.work_empty[n % WORKS], (n / WORKS & 1) ^ 1);
                 w.more = ticket < end;
                 if (w.more) {
                     program::decode(q, program::COMPUTE, ticket, s.steps[program::COMPUTE], w.task);
+                    ticket = atomicAdd(p.tickets + 1, 1);
                     u32 block = w.task.kind == program::W_GRAD ? w.task.run.block : w.task.a;
                     w.expert = w.task.kind == program::W_GRAD ? w.task.run.expert : program::expert_of(q, block);
                     w.kept = program::kept_row(q, block);
                     w.ring = program::ring_row(q, block);
                     w.blocks = Ops::blocks(q, w);
                     w.extra = Ops::extra(w);
+                    w.lent = Ops::lent(w);
                     w.rows = w.task.kind < program::W_GRAD ? program::rows_in(q, block) : 128;
                     w.more = wait_all(p, q, w.task);
                 }
                 bool more = w.more;
-                ptx::barrier_arrive(&s.work_full[n % 2]);
+                ptx::barrier_arrive(&s.work_full[n % WORKS]);
                 if (!more) break;
             }
         } else if (threadIdx.x == 32) {
             gemm::Cursor at;
             for (u32 n = 0;; n++) {
-                ptx::barrier_wait(&s.work_full[n % 2], n / 2 & 1);
-                const Work& w = s.work[n % 2];
+                ptx::barrier_wait(&s.work_full[n % WORKS], n / WORKS & 1);
+                const Work& w = s.work[n % WORKS];
                 if (!w.more) break;
                 ptx::proxy_fence();
                 Ops::produce(p, s, stages, at, w);
+                for (u32 i = 0; i < w.lent; i++) {
+                    gemm::lend_stage(s.stages, at);
+                    at.next();
+                }
             }
         } else if (threadIdx.x == 64) {
             for (u32 n = 0;; n++) {
-                ptx::barrier_wait(&s.work_full[n % 2], n / 2 & 1);
-                if (!s.work[n % 2].more) break;
-                ptx::barrier_wait(&s.work_done[n % 2], n / 2 & 1);
+                ptx::barrier_wait(&s.work_full[n % WORKS], n / WORKS & 1);
+                if (!s.work[n % WORKS].more) break;
+                ptx::barrier_wait(&s.work_done[n % WORKS], n / WORKS & 1);
                 ptx::proxy_fence();
-                arrive(p, q, s.work[n % 2].task);
-                ptx::barrier_arrive(&s.work_empty[n % 2]);
+                arrive(p, q, s.work[n % WORKS].task);
+                ptx::barrier_arrive(&s.work_empty[n % WORKS]);
             }
         }
         __syncwarp();
@@ -436,18 +519,26 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
     } else {
         ptx::registers_grow<224>();
         gemm::Cursor at;
+        Owed owed;
         float acc[128];
-        char* buffer = store + (threadIdx.x / 32 - 4) * 4096;
         u32 row0 = (group - 1) * 64 + threadIdx.x % 128 / 32 * 16;
         for (u32 n = 0;; n++) {
-            ptx::barrier_wait(&s.work_full[n % 2], n / 2 & 1);
-            const Work& w = s.work[n % 2];
+            u64* full = &s.work_full[n % WORKS];
+            // Others may wait for what this warp owes.
+            if (!ptx::barrier_test(full, n / WORKS & 1)) owed.settle(s.stages);
+            ptx::barrier_wait(full, n / WORKS & 1);
+            const Work& w = s.work[n % WORKS];
             if (!w.more) break;
             // Padding rows of a forward are never read; a weight gradient reads those of the backward, up to the next 64.
-            if ((group - 1) * 64 < w.rows) Ops::consume(p, s, stages, at, acc, w, group - 1, buffer, row0);
-            else gemm::skip(s.stages, at, w.blocks + w.extra);
-            ptx::barrier_arrive(&s.work_done[n % 2]);
+            if ((group - 1) * 64 < w.rows) {
+                Ops::consume(p, s, stages, at, acc, w, group - 1, row0, owed);
+            } else {
+                owed.settle(s.stages);
+                gemm::skip(s.stages, at, w.blocks + w.extra + w.lent);
+            }
+            owed.done = &s.work_done[n % WORKS];
         }
+        owed.settle(s.stages);
         ptx::registers_shrink<168>();
     }
 

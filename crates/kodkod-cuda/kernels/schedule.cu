@@ -1,140 +1,170 @@
-// The schedule: expert ids of all ranks -> this rank's layout, table of rows, and programs. Three small kernels, no host.
+// The schedule: expert ids of all ranks -> this rank's layout, table of rows, and programs. Two small kernels, no host.
 //
-// An expert's rows stand in ascending (token, k) order; each is placed by one CTA that walks all ids in order.
+// An expert's rows stand in ascending (token, k) order; each is placed by one CTA that looks at all ids in order.
 #include "params.cuh"
 
 namespace {
 
-constexpr u32 THREADS = 512;
+constexpr u32 COUNT_THREADS = 512, PLACE_THREADS = 1024;
+constexpr u32 LOCAL = EXPERTS / RANKS, ALL = LOCAL + (SHARED_SIZE > 0);
+static_assert(ALL <= PLACE_THREADS, "one thread an expert");
 
-// How many of `flag` are set in the threads before this one, and in all.
-__device__ u32 count_before(bool flag, u32* scratch, u32& total) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 votes = __ballot_sync(~0u, flag);
-    if (lane == 0) scratch[warp] = __popc(votes);
+// Four ids from `i` on; -2, which is no expert's, beyond the end.
+__device__ __forceinline__ int4 four_ids(const int* ids, u32 i, u32 n, bool aligned) {
+    if (aligned && i + 4 <= n) return __ldg(reinterpret_cast<const int4*>(ids + i));
+    auto id = [&](u32 at) { return at < n ? __ldg(ids + at) : -2; };
+    return make_int4(id(i), id(i + 1), id(i + 2), id(i + 3));
+}
+__device__ __forceinline__ bool is_aligned(const int* ids) { return reinterpret_cast<u64>(ids) % 16 == 0; }
+
+// The sum of the threads' values before this one's, and of all. `scratch` has a word a warp.
+__device__ u32 sum_before(u32 value, u32* scratch, u32& total) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = value;
+    for (u32 d = 1; d < 32; d *= 2) {
+        u32 other = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += other;
+    }
+    if (lane == 31) scratch[warp] = sum;
     __syncthreads();
     u32 before = 0;
     total = 0;
-    for (u32 w = 0; w < THREADS / 32; w++) {
+    for (u32 w = 0; w < blockDim.x / 32; w++) {
         u32 n = scratch[w];
         before += w < warp ? n : 0;
         total += n;
     }
     __syncthreads();
-    return before + __popc(votes & ((1u << lane) - 1));
+    return before + sum - value;
 }
+
+// The shared experts' rows of each rank: the global blocks of tokens whose first it holds.
+struct SharedRows {
+    u32 first[RANKS], rows[RANKS];
+    __device__ __forceinline__ explicit SharedRows(const ScheduleParams& p) {
+        u32 first_token = 0, tokens = 0;
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++) tokens += p.tokens[r];
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++) {
+            u32 end = first_token + p.tokens[r], from = (first_token + 127) / 128 * 128, to = (end + 127) / 128 * 128;
+            first[r] = from;
+            rows[r] = SHARED_SIZE > 0 && from < end ? min(to, tokens) - from : 0;
+            first_token = end;
+        }
+    }
+};
 
 }  // namespace
 
 // Grid: one CTA an expert, all ranks'. counts[expert] = rows.
-extern "C" __global__ void __launch_bounds__(THREADS) schedule_count(ScheduleParams p) {
-    __shared__ u32 sums[THREADS / 32];
+extern "C" __global__ void __launch_bounds__(COUNT_THREADS) schedule_count(ScheduleParams p) {
+    __shared__ u32 sums[COUNT_THREADS / 32];
+    int expert = static_cast<int>(blockIdx.x);
     u32 n = 0;
     for (u32 r = 0; r < RANKS; r++) {
-        const int* ids = p.ids[r];
         u32 routes = p.tokens[r] * TOP_K;
-        for (u32 i = threadIdx.x; i < routes; i += THREADS) n += ids[i] == static_cast<int>(blockIdx.x);
+        bool aligned = is_aligned(p.ids[r]);
+#pragma unroll 8
+        for (u32 i = threadIdx.x * 4; i < routes; i += COUNT_THREADS * 4) {
+            int4 id = four_ids(p.ids[r], i, routes, aligned);
+            n += (id.x == expert) + (id.y == expert) + (id.z == expert) + (id.w == expert);
+        }
     }
-    for (u32 d = 16; d; d /= 2) n += __shfl_down_sync(~0u, n, d);
+    n = __reduce_add_sync(~0u, n);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = n;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (u32 w = 1; w < THREADS / 32; w++) n += sums[w];
+        for (u32 w = 1; w < COUNT_THREADS / 32; w++) n += sums[w];
         p.counts[blockIdx.x] = n;
     }
 }
 
-// One CTA: the layout, and what the programs take from it.
-extern "C" __global__ void __launch_bounds__(THREADS) schedule_layout(ScheduleParams p) {
-    __shared__ u32 pushing, shared_before, shared_next, shared_any;
-    __shared__ u32 counts[EXPERTS];
-    u32 t = threadIdx.x;
-    for (u32 e = t; e < EXPERTS; e += THREADS) counts[e] = p.counts[e];
-    __syncthreads();
-    constexpr u32 LOCAL = EXPERTS / RANKS, ALL = LOCAL + (SHARED_SIZE > 0);
-    if (t == 0) {
-        pushing = 0;
-        shared_before = 0;
-        shared_any = 0;
-        shared_next = RANKS;
-        u32 first_token = 0, tokens = 0;
-        for (u32 r = 0; r < RANKS; r++) tokens += p.tokens[r];
-        u32 mine = 0;
-        for (u32 r = 0; r < RANKS; r++) {
-            u32 end = first_token + p.tokens[r];
-            // Global blocks whose first token this rank holds.
-            u32 from = (first_token + 127) / 128 * 128, to = (end + 127) / 128 * 128;
-            u32 rows = SHARED_SIZE > 0 && from < end ? (to < tokens ? to : tokens) - from : 0;
-            u32 blocks = (rows + 127) / 128;
-            for (u32 e = 0; e < LOCAL; e++) blocks += (counts[r * LOCAL + e] + 127) / 128;
-            pushing += blocks > 0;
-            if (rows) {
-                shared_any = 1;
-                if (r < p.rank) shared_before = 1;
-                if (r > p.rank && shared_next == RANKS) shared_next = r;
+// Grid: one CTA a local expert, and one for the shared experts. sources[row] = {rank, slot}; padding is {~0, 0}. The first
+// CTA also writes the layout, and what the programs take from it.
+extern "C" __global__ void __launch_bounds__(PLACE_THREADS) schedule_place(ScheduleParams p) {
+    __shared__ u32 scratch[PLACE_THREADS / 32], mine[3], busy[RANKS];
+    u32 t = threadIdx.x, e = blockIdx.x, blocks, runs;
+    SharedRows shared(p);
+    u32 rows_here = t < LOCAL ? p.counts[p.rank * LOCAL + t] : t < ALL ? shared.rows[p.rank] : 0;
+    u32 blocks_here = (rows_here + 127) / 128;
+    u32 first_block = sum_before(blocks_here, scratch, blocks);
+    if (t == e) mine[0] = rows_here, mine[1] = first_block * 128, mine[2] = (first_block + blocks_here) * 128;
+    if (e == 0) {
+        u32 runs_here = blocks_here ? (first_block + blocks_here - 1) / PER_MINIBATCH - first_block / PER_MINIBATCH + 1 : 0;
+        u32 first_run = sum_before(runs_here, scratch, runs);
+        if (t < ALL) p.rows[t] = rows_here, p.first_block[t] = first_block, p.first_run[t] = first_run;
+        if (t == 0) p.first_block[ALL] = blocks, p.first_run[ALL] = runs;
+        if (t < RANKS) busy[t] = shared.rows[t] > 0;
+        __syncthreads();
+        if (t < EXPERTS && p.counts[t] > 0) busy[t / LOCAL] = 1;
+        __syncthreads();
+        if (t < 2) {
+            u32 pushing = 0, before = 0, next = RANKS, any = 0;
+            for (u32 r = 0; r < RANKS; r++) {
+                pushing += busy[r];
+                if (shared.rows[r] == 0) continue;
+                any = 1;
+                if (r < p.rank) before = 1;
+                if (r > p.rank && next == RANKS) next = r;
             }
-            if (r == p.rank) mine = rows;
-            first_token = end;
-        }
-        u32 block = 0, run = 0;
-        for (u32 e = 0; e < ALL; e++) {
-            u32 rows = e < LOCAL ? counts[p.rank * LOCAL + e] : mine;
-            u32 blocks = (rows + 127) / 128;
-            p.rows[e] = rows;
-            p.first_block[e] = block;
-            p.first_run[e] = run;
-            if (blocks) run += (block + blocks - 1) / PER_MINIBATCH - block / PER_MINIBATCH + 1;
-            block += blocks;
-        }
-        p.first_block[ALL] = block;
-        p.first_run[ALL] = run;
-        u32 minibatches = (block + PER_MINIBATCH - 1) / PER_MINIBATCH;
-        u32 ring = minibatches < RING ? (minibatches ? minibatches : 1) : RING;
-        u32 saved = minibatches <= SAVED ? minibatches : SAVED;
-        for (u32 pass = 0; pass < 2; pass++) {
-            program::Program& q = p.programs[pass];
+            u32 minibatches = (blocks + PER_MINIBATCH - 1) / PER_MINIBATCH;
+            program::Program& q = p.programs[t];
             q.minibatches = minibatches;
-            q.ring = ring;
-            q.saved = saved;
-            q.kept = saved;
+            q.ring = min(max(minibatches, 1u), static_cast<u32>(RING));
+            q.saved = q.kept = min(minibatches, static_cast<u32>(SAVED));
             q.pushing = pushing;
-            q.chain_after = shared_before;
-            q.chain_next = shared_next;
-            q.zero_shared = p.rank == 0 && !shared_any;
+            q.chain_after = before;
+            q.chain_next = next;
+            q.zero_shared = p.rank == 0 && !any;
         }
     }
-}
-
-// Grid: one CTA a local expert, and one for the shared experts. sources[row] = {rank, slot}; padding is {~0, 0}.
-extern "C" __global__ void __launch_bounds__(THREADS) schedule_place(ScheduleParams p) {
-    __shared__ u32 scratch[THREADS / 32];
-    constexpr u32 LOCAL = EXPERTS / RANKS;
-    u32 e = blockIdx.x, rows = p.rows[e];
-    u32 base = p.first_block[e] * 128, end = p.first_block[e + 1] * 128, placed = 0;
-    int expert = static_cast<int>(p.rank * LOCAL + e);
+    __syncthreads();
+    u32 rows = mine[0], base = mine[1], end = mine[2], lane = t % 32, warp = t / 32;
     if (e < LOCAL) {
-        for (u32 r = 0; r < RANKS; r++) {
+        int expert = static_cast<int>(p.rank * LOCAL + e);
+        u32 placed = 0;
+        for (u32 r = 0; r < RANKS && placed < rows; r++) {
             const int* ids = p.ids[r];
+            bool aligned = is_aligned(ids);
             u32 routes = p.tokens[r] * TOP_K;
-            for (u32 first = 0; first < routes && placed < rows; first += THREADS) {
-                u32 i = first + threadIdx.x, total;
-                bool here = i < routes && ids[i] == expert;
-                u32 before = count_before(here, scratch, total);
-                if (here) p.sources[base + placed + before] = make_uint2(r, i / TOP_K * SLOTS + i % TOP_K);
-                placed += total;
+            // A warp's ids are contiguous: it counts, learns how many the warps before have, and places.
+            u32 each = (routes + PLACE_THREADS * 4 - 1) / (PLACE_THREADS * 4) * 128;
+            u32 from = warp * each + lane * 4, until = min((warp + 1) * each, routes), n = 0;
+#pragma unroll 4
+            for (u32 i = from; i < until; i += 128) {
+                int4 id = four_ids(ids, i, routes, aligned);
+                n += (id.x == expert) + (id.y == expert) + (id.z == expert) + (id.w == expert);
             }
+            u32 total, at = base + placed + __shfl_sync(~0u, sum_before(n, scratch, total), 0);
+            // All lanes stay for the votes.
+#pragma unroll 4
+            for (u32 i = from; i - lane * 4 < until; i += 128) {
+                int4 id = four_ids(ids, i, routes, aligned);
+                bool here[4] = {id.x == expert, id.y == expert, id.z == expert, id.w == expert};
+                if (!__any_sync(~0u, here[0] || here[1] || here[2] || here[3])) continue;
+                u32 to = at;
+#pragma unroll
+                for (u32 c = 0; c < 4; c++) {
+                    u32 votes = __ballot_sync(~0u, here[c]);
+                    to += __popc(votes & ((1u << lane) - 1));
+                    at += __popc(votes);
+                }
+#pragma unroll
+                for (u32 c = 0; c < 4; c++) {
+                    if (here[c]) p.sources[to++] = make_uint2(r, (i + c) / TOP_K * SLOTS + (i + c) % TOP_K);
+                }
+            }
+            placed += total;
         }
     } else {
-        u32 first_token = 0, from = 0;
-        for (u32 r = 0; r < p.rank; r++) from += p.tokens[r];
-        from = (from + 127) / 128 * 128;
+        u32 first_token = 0, from = shared.first[p.rank];
         for (u32 r = 0; r < RANKS; r++) {
-            for (u32 t = threadIdx.x; t < p.tokens[r]; t += THREADS) {
-                u32 token = first_token + t;
-                if (token >= from && token < from + rows) p.sources[base + token - from] = make_uint2(r, t * SLOTS + TOP_K);
+            for (u32 i = t; i < p.tokens[r]; i += PLACE_THREADS) {
+                u32 token = first_token + i;
+                if (token >= from && token < from + rows) p.sources[base + token - from] = make_uint2(r, i * SLOTS + TOP_K);
             }
             first_token += p.tokens[r];
         }
     }
-    for (u32 i = base + rows + threadIdx.x; i < end; i += THREADS) p.sources[i] = make_uint2(~0u, 0);
+    for (u32 i = base + rows + t; i < end; i += PLACE_THREADS) p.sources[i] = make_uint2(~0u, 0);
 }

@@ -27,7 +27,7 @@ const HEADERS: [(&str, &str); 7] = [
 /// One file of kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// `schedule_count`, `schedule_layout`, `schedule_place`
+    /// `schedule_count`, `schedule_place`
     Schedule,
     /// `moe_forward`
     Forward,

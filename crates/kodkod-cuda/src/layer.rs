@@ -19,7 +19,9 @@ use crate::jit::{self, Source};
 /// Threads of a CTA, and its dynamic shared memory: `THREADS` and `SMEM_BYTES` of `pass.cuh`, rounded up.
 const THREADS: u32 = 384;
 const SHARED_BYTES: u32 = 232_448;
-const SCHEDULE_THREADS: u32 = 512;
+/// As in `schedule.cu`.
+const COUNT_THREADS: u32 = 512;
+const PLACE_THREADS: u32 = 1024;
 
 /// Weights on the GPU, as `kodkod_core::Weights`.
 #[derive(Debug)]
@@ -128,7 +130,7 @@ pub struct CudaLayer {
     tokens: Vec<usize>,
     /// What the kernels store weight gradients in.
     gradients: Precision,
-    kernels: [Kernel; 5],
+    kernels: [Kernel; 4],
     /// Kept after the kernels that come from them.
     _modules: Vec<Module>,
     ranks: Vec<Rank>,
@@ -186,8 +188,12 @@ struct Trace {
 pub struct Stamp {
     /// Rank.
     pub rank: usize,
-    /// Begin and end by the GPU's clock, in nanoseconds.
+    /// Begin by the GPU's clock, in nanoseconds.
     pub begin: u64,
+    /// The first operands are there; 0 where the task has no product.
+    pub loaded: u64,
+    /// The product is done, the epilogue begins; 0 where the task has no product.
+    pub product: u64,
     /// End.
     pub end: u64,
     /// Name of the task.
@@ -202,7 +208,7 @@ pub struct Stamp {
 
 /// Most stamps of a rank and pass, and 64-bit words of one.
 const STAMPS: usize = 1 << 18;
-const STAMP_WORDS: usize = 5;
+const STAMP_WORDS: usize = 7;
 
 /// One rank's memory on the GPU.
 #[derive(Debug)]
@@ -292,7 +298,6 @@ impl CudaLayer {
         }
         let kernels = [
             modules[0].kernel("schedule_count", 0)?,
-            modules[0].kernel("schedule_layout", 0)?,
             modules[0].kernel("schedule_place", 0)?,
             modules[1].kernel("moe_forward", SHARED_BYTES)?,
             modules[2].kernel("moe_backward", SHARED_BYTES)?,
@@ -365,9 +370,8 @@ impl CudaLayer {
             p.u64(memory.programs.address());
             // SAFETY: the parameter is laid out as `ScheduleParams`, and the buffers live as long as `self` and `step`.
             unsafe {
-                self.kernels[0].launch(experts, SCHEDULE_THREADS, &self.stream, &p)?;
-                self.kernels[1].launch(1, SCHEDULE_THREADS, &self.stream, &p)?;
-                self.kernels[2].launch(local, SCHEDULE_THREADS, &self.stream, &p)?;
+                self.kernels[0].launch(experts, COUNT_THREADS, &self.stream, &p)?;
+                self.kernels[1].launch(local, PLACE_THREADS, &self.stream, &p)?;
             }
         }
         Ok(())
@@ -500,12 +504,22 @@ impl CudaLayer {
             let mine = &words[rank * STAMPS * STAMP_WORDS..];
             for w in mine.chunks_exact(STAMP_WORDS).take((count as usize).min(STAMPS)) {
                 let pair = |w: u64| [w as u32, (w >> 32) as u32];
-                let ([kind, weight], place, [sm, cta]) = (pair(w[2]), pair(w[3]), pair(w[4]));
+                let ([kind, weight], place, [sm, cta]) = (pair(w[4]), pair(w[5]), pair(w[6]));
                 let kind = match KINDS[kind as usize % KINDS.len()] {
                     "WGrad" => WEIGHTS[weight as usize % WEIGHTS.len()],
                     kind => kind,
                 };
-                all.push(Stamp { rank, begin: w[0], end: w[1], kind, place, sm, cta });
+                all.push(Stamp {
+                    rank,
+                    begin: w[0],
+                    loaded: w[1],
+                    product: w[2],
+                    end: w[3],
+                    kind,
+                    place,
+                    sm,
+                    cta,
+                });
             }
         }
         Ok(all)
@@ -591,7 +605,7 @@ impl CudaLayer {
             memory.stream.wait(&self.scheduled)?;
             let p = self.pass_parameter(pass, rank, step, weights, gradients, accumulate)?;
             // SAFETY: the parameter is laid out as `PassParams`, and the buffers live as long as `self` and the arguments.
-            unsafe { self.kernels[3 + pass].launch(ctas, THREADS, &memory.stream, &p)? };
+            unsafe { self.kernels[2 + pass].launch(ctas, THREADS, &memory.stream, &p)? };
             memory.done.record(&memory.stream)?;
             self.stream.wait(&memory.done)?;
         }
@@ -610,55 +624,44 @@ impl CudaLayer {
         let (h, i) = (self.shape.hidden as u64, self.shape.intermediate as u64);
         let local = (self.shape.experts / self.ranks.len()) as u64;
         let memory = &self.ranks[rank];
-        let map = |address: u64, rows: u64, columns: u64, box_rows: u32| {
-            TensorMap::new(address, rows, columns, columns, box_rows)
-        };
-        let rows = |b: &Buffer<bf16>, columns: u64| b.len() as u64 / columns;
-        // This rank's experts.
-        let weight = |b: &Buffer<bf16>| b.address() + rank as u64 * local * h * i * 2;
         let shared_width = self.shape.shared.map_or(0, |s| s.intermediate as u64);
         let shared = weights.shared.as_ref();
-        // Of the routed experts and of the shared: [rows, columns].
-        let pair = |p: &mut Parameter,
-                    routed: &Buffer<bf16>,
-                    shared: Option<&Buffer<bf16>>,
-                    rows: [u64; 2],
-                    columns: [u64; 2],
-                    box_rows|
-         -> Result<()> {
-            p.map(&map(weight(routed), rows[0], columns[0], box_rows)?);
-            p.map(&match shared {
-                Some(b) => map(b.address(), rows[1], columns[1], box_rows)?,
-                None => TensorMap::NONE,
-            });
-            Ok(())
-        };
-        let inner = |p: &mut Parameter, routed, shared, box_rows| {
-            pair(p, routed, shared, [local * i, shared_width], [h, h], box_rows)
-        };
-        let outer = |p: &mut Parameter, routed, shared, box_rows| {
-            pair(p, routed, shared, [local * h, h], [i, shared_width], box_rows)
-        };
+        // Of this rank's experts and of the shared: gate or up, and down.
+        let (inner, outer) = ([[local * i, h], [shared_width, h]], [[local * h, i], [h, shared_width]]);
         let width = i.max(shared_width);
         let mut p = Parameter::new();
-        p.map(&map(memory.x.address(), rows(&memory.x, h), h, 128)?);
-        p.map(&map(memory.h.address(), rows(&memory.h, width), width, 128)?);
-        inner(&mut p, &weights.gate, shared.map(|s| &s.gate), 128)?;
-        inner(&mut p, &weights.up, shared.map(|s| &s.up), 128)?;
-        outer(&mut p, &weights.down, shared.map(|s| &s.down), 256)?;
-        p.map(&map(memory.dy.address(), rows(&memory.dy, h), h, 128)?);
-        p.map(&map(memory.dg.address(), rows(&memory.dg, width), width, 128)?);
-        p.map(&map(memory.du.address(), rows(&memory.du, width), width, 128)?);
-        inner(&mut p, &weights.gate, shared.map(|s| &s.gate), 64)?;
-        inner(&mut p, &weights.up, shared.map(|s| &s.up), 64)?;
-        outer(&mut p, &weights.down, shared.map(|s| &s.down), 64)?;
-        p.map(&map(memory.x.address(), rows(&memory.x, h), h, 64)?);
-        p.map(&map(memory.dy.address(), rows(&memory.dy, h), h, 64)?);
-        p.map(&map(memory.dg.address(), rows(&memory.dg, width), width, 64)?);
-        p.map(&map(memory.du.address(), rows(&memory.du, width), width, 64)?);
-        p.map(&map(memory.h.address(), rows(&memory.h, width), width, 64)?);
-        p.map(&map(memory.g.address(), rows(&memory.g, width), width, 128)?);
-        p.map(&map(memory.u.address(), rows(&memory.u, width), width, 128)?);
+        rows_map(&mut p, &memory.x, h, 128)?;
+        rows_map(&mut p, &memory.h, width, 128)?;
+        weight_maps(&mut p, &weights.gate, shared.map(|s| &s.gate), rank, inner, 128)?;
+        weight_maps(&mut p, &weights.up, shared.map(|s| &s.up), rank, inner, 128)?;
+        weight_maps(&mut p, &weights.down, shared.map(|s| &s.down), rank, outer, 256)?;
+        rows_map(&mut p, &memory.dy, h, 128)?;
+        rows_map(&mut p, &memory.dg, width, 128)?;
+        rows_map(&mut p, &memory.du, width, 128)?;
+        weight_maps(&mut p, &weights.gate, shared.map(|s| &s.gate), rank, inner, 64)?;
+        weight_maps(&mut p, &weights.up, shared.map(|s| &s.up), rank, inner, 64)?;
+        weight_maps(&mut p, &weights.down, shared.map(|s| &s.down), rank, outer, 64)?;
+        rows_map(&mut p, &memory.x, h, 64)?;
+        rows_map(&mut p, &memory.dy, h, 64)?;
+        rows_map(&mut p, &memory.dg, width, 64)?;
+        rows_map(&mut p, &memory.du, width, 64)?;
+        rows_map(&mut p, &memory.h, width, 64)?;
+        rows_map(&mut p, &memory.g, width, 128)?;
+        rows_map(&mut p, &memory.u, width, 128)?;
+        for rows in [&memory.g, &memory.u, &memory.h, &memory.dg, &memory.du] {
+            rows_map(&mut p, rows, width, 16)?;
+        }
+        match gradients {
+            Some(g) => {
+                let shared = g.shared.as_ref();
+                weight_maps(&mut p, &g.gate, shared.map(|s| &s.gate), rank, inner, 16)?;
+                weight_maps(&mut p, &g.up, shared.map(|s| &s.up), rank, inner, 16)?;
+                weight_maps(&mut p, &g.down, shared.map(|s| &s.down), rank, outer, 16)?;
+            }
+            None => (0..6).for_each(|_| {
+                p.map(&TensorMap::NONE);
+            }),
+        }
 
         let starts = self.token_starts();
         let at = |base: u64, rank: usize, bytes: usize| base + (starts[rank] * bytes) as u64;
@@ -766,6 +769,30 @@ impl CudaLayer {
     fn token_starts(&self) -> Vec<usize> {
         self.tokens.iter().scan(0, |sum, &t| Some(std::mem::replace(sum, *sum + t))).collect()
     }
+}
+
+/// Maps a buffer of rows of `columns`.
+fn rows_map(p: &mut Parameter, rows: &Buffer<bf16>, columns: u64, box_rows: u32) -> Result<()> {
+    p.map(&TensorMap::new::<bf16>(rows.address(), rows.len() as u64 / columns, columns, box_rows)?);
+    Ok(())
+}
+
+/// Maps a rank's part of the routed experts' matrices, and the shared experts': `[rows, columns]` of both.
+fn weight_maps<T: Copy + 'static>(
+    p: &mut Parameter,
+    routed: &Buffer<T>,
+    shared: Option<&Buffer<T>>,
+    rank: usize,
+    [[rows, columns], [shared_rows, shared_columns]]: [[u64; 2]; 2],
+    box_rows: u32,
+) -> Result<()> {
+    let first = rank as u64 * rows * columns * size_of::<T>() as u64;
+    p.map(&TensorMap::new::<T>(routed.address() + first, rows, columns, box_rows)?);
+    p.map(&match shared {
+        Some(b) => TensorMap::new::<T>(b.address(), shared_rows, shared_columns, box_rows)?,
+        None => TensorMap::NONE,
+    });
+    Ok(())
 }
 
 const TICKETS: usize = 4;

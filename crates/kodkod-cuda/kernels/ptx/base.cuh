@@ -26,6 +26,14 @@ __device__ __forceinline__ bool barrier_try_wait(u64* bar, u32 parity) {
         : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
     return done;
 }
+// Does not suspend the thread.
+__device__ __forceinline__ bool barrier_test(u64* bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
+    return done;
+}
 __device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
     while (!barrier_try_wait(bar, parity)) {}
 }
@@ -36,6 +44,7 @@ __device__ __forceinline__ void group_sync(u32 id, u32 threads) { asm volatile("
 
 // Orders ordinary accesses before those of the copy engine and the tensor cores, and after.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void proxy_fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Counters: gpu scope inside a rank, system scope between ranks.
 __device__ __forceinline__ u32 load_acquire_sys(const u32* p) {
@@ -58,6 +67,18 @@ __device__ __forceinline__ u64 nanoseconds() {
     u64 t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
     return t;
+}
+
+// 2^x and 1 / x, to about 2^-22; denormals are zero.
+__device__ __forceinline__ float exp2(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
 }
 
 template <u32 N> __device__ __forceinline__ void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
