@@ -334,13 +334,8 @@ impl<T: Element> Owned<T> {
             gate: &self.gate,
             up: &self.up,
             down: &self.down,
-            biases: self.biases.as_ref().map(|b| Biases { gate: &b.gate[..], up: &b.up, down: &b.down }),
-            shared: self.shared.as_ref().map(|s| SharedWeights {
-                gate: &s.gate[..],
-                up: &s.up,
-                down: &s.down,
-                output_gate: s.output_gate.as_deref(),
-            }),
+            biases: self.biases.as_ref().map(Biases::as_slices),
+            shared: self.shared.as_ref().map(SharedWeights::as_slices),
         }
     }
 }
