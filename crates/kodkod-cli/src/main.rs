@@ -23,6 +23,7 @@ mod options;
 mod replay;
 mod shapes;
 mod step;
+mod trace;
 mod train;
 
 use std::process::ExitCode;
@@ -43,6 +44,8 @@ enum Command {
     Train(train::Args),
     /// Time the layer's forward and backward over shapes, tokens and ranks, beside the dense GEMM rate
     Bench(bench::Args),
+    /// Time every task of one forward and one backward on a GPU, for Perfetto and as an SVG timeline
+    Trace(trace::Args),
     /// Hold the layer against an f64 reference and against its contract of bits
     Check(check::Args),
     /// Run one MoE step from a safetensors file, forward and, where `dy` is given, backward
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
     let result = match command {
         Command::Train(args) => train::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Trace(args) => trace::run(args),
         Command::Check(args) => check::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Doctor(args) => doctor::run(args),

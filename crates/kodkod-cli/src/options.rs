@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 use anyhow::{Context, ensure};
-use kodkod::{CpuOptions, ExpertGroup, Isa, Knobs, Shape};
+use kodkod::{CpuOptions, ExpertGroup, Isa, Knobs, Precision, Shape};
 
 /// The five knobs; what is not given follows the shape.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -132,4 +132,13 @@ pub(crate) fn check_writable(out: &Path) -> anyhow::Result<()> {
     probe.push(format!(".{}.part", std::process::id()));
     File::create_new(&probe).with_context(needed)?;
     fs::remove_file(&probe).with_context(needed)
+}
+
+/// For options that choose a storage type.
+pub(crate) fn parse_precision(text: &str) -> Result<Precision, String> {
+    match text {
+        "bf16" => Ok(Precision::Bf16),
+        "f32" => Ok(Precision::F32),
+        _ => Err("bf16 and f32 are allowed".into()),
+    }
 }

@@ -22,7 +22,7 @@ use kodkod::{Element, ExpertGroup, Precision, Routing, bf16, schedule};
 use safetensors::Dtype;
 use serde_json::json;
 
-use crate::options::{Device, KnobOptions, MachineOptions, check_writable};
+use crate::options::{Device, KnobOptions, MachineOptions, check_writable, parse_precision};
 use crate::step::{Comparison, Outputs, Step, tolerance};
 use file::{StepFile, Tensor};
 
@@ -54,14 +54,6 @@ pub(crate) struct Args {
     machine: MachineOptions,
     #[command(flatten)]
     knobs: KnobOptions,
-}
-
-fn parse_precision(text: &str) -> Result<Precision, String> {
-    match text {
-        "bf16" => Ok(Precision::Bf16),
-        "f32" => Ok(Precision::F32),
-        _ => Err("bf16 and f32 are allowed".into()),
-    }
 }
 
 /// Runs it.

@@ -23,7 +23,7 @@ fn a_full_disk_is_an_error_and_no_panic() {
         &["doctor"],
         &["doctor", "--json"],
         &["train", "--steps", "1", "--out", out],
-        &["bench", "--help"],
+        &["trace", "--help"],
         &["--version"],
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kodkod"));
