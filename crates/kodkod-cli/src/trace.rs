@@ -301,7 +301,7 @@ mod tests {
             begin,
             loaded,
             product,
-            end,
+            end, cycles: 0,
             kind,
             place: [0, 0],
             sm,

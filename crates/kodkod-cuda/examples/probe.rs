@@ -542,7 +542,13 @@ fn trace<T: GradientElement>(name: &str, out: &str) -> Outcome {
         .filter(|w| w[0].cta == w[1].cta && w[1].begin >= w[0].end)
         .map(|w| us(w[0].end, w[1].begin))
         .collect();
-    println!("gaps between tiles: {:.2} us each, {:.1} ms in all", gaps.iter().sum::<f64>() / gaps.len() as f64, gaps.iter().sum::<f64>() / 1e3);
+    let sum = |v: &[f64]| v.iter().sum::<f64>();
+    println!("gaps between tiles: {:.2} us each, {:.1} ms in all", sum(&gaps) / gaps.len() as f64, sum(&gaps) / 1e3);
+    // Cycles over time, from tile to tile.
+    let both = tiles.windows(2).filter(|w| w[0].cta == w[1].cta && w[0].sm == w[1].sm && w[1].end > w[0].end);
+    let (cycles, ns) =
+        both.fold((0, 0), |(c, t), w| (c + w[1].cycles.saturating_sub(w[0].cycles), t + w[1].end - w[0].end));
+    println!("clock: {:.2} GHz", cycles as f64 / ns as f64);
     Ok(())
 }
 

@@ -16,12 +16,10 @@ namespace {
 
 #if BF16_GRADIENTS
 using Gradient = bf16;
-constexpr u32 GRADIENT_LENT = 1, GRADIENT_COLUMNS = 64;
 #else
 using Gradient = float;
-constexpr u32 GRADIENT_LENT = 2, GRADIENT_COLUMNS = 32;
 #endif
-static_assert(256 / GRADIENT_COLUMNS <= OWN_PIECES + GRADIENT_LENT * LENT_PIECES, "room");
+constexpr u32 GRADIENT_COLUMNS = 128 / sizeof(Gradient);
 
 struct Backward {
     static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32 rank, u32& uses) {
@@ -47,20 +45,15 @@ struct Backward {
         }
     }
 
+    // All of the first minibatch: DHidden uses rows up faster than a few CTAs pull them.
+    static __device__ __forceinline__ u64 first_pulls(const program::Program& q) { return program::before(q, program::COMM, min(q.minibatches, 1u)); }
+
     // DHidden's g and u come through stages of their own, 64 columns of both in each.
+    static constexpr u32 EXTRA_BYTES = 128 * 128;
     static __device__ __forceinline__ u32 extra(const Work& w) {
         if (w.task.kind != program::D_HIDDEN) return 0;
         u32 width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
         return min(4u, (width - w.task.b * 256 + 63) / 64);
-    }
-
-    static __device__ __forceinline__ u32 lent(const Work& w) {
-        switch (w.task.kind) {
-            case program::GATE_UP: return GATE_UP_LENT<false>;
-            case program::D_INPUT: return PUSH_LENT;
-            case program::W_GRAD: return w.task.weight == program::OUTPUT_GATE ? 0 : GRADIENT_LENT;
-            default: return 0;
-        }
     }
 
     static __device__ __forceinline__ void produce(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, const Work& w) {
@@ -97,10 +90,10 @@ struct Backward {
             at.next();
         }
         for (u32 quarter = 0; quarter < extra; quarter++) {
-            gemm::begin_stage(s.stages, at, 2 * 128 * 64 * 2);
+            gemm::begin_stage(s.stages, at, 2 * EXTRA_BYTES);
             char* g = stages + at.stage * gemm::STAGE_BYTES;
             ptx::tile_load(g, &p.g, &s.stages.full[at.stage], tile * 256 + quarter * 64, kept);
-            ptx::tile_load(g + 128 * 64 * 2, &p.u, &s.stages.full[at.stage], tile * 256 + quarter * 64, kept);
+            ptx::tile_load(g + EXTRA_BYTES, &p.u, &s.stages.full[at.stage], tile * 256 + quarter * 64, kept);
             at.next();
         }
     }
@@ -125,7 +118,7 @@ struct Backward {
     }
 
     // From dh': dg, du over g, u where those were loaded, w h beside them, each row's part of d_w.
-    static __device__ __forceinline__ void store_d_hidden(const PassParams& p, gemm::Stages& s, char* stages, gemm::Cursor& at, const float (&acc)[128], const Work& w, const float (&weight)[2], u32 row0, Owed& owed) {
+    static __device__ __forceinline__ void store_d_hidden(const PassParams& p, gemm::Stages& s, const char* stages, gemm::Cursor& at, const float (&acc)[128], const Work& w, const float (&weight)[2], u32 row0) {
         u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
         float sum[2] = {};
 #pragma unroll
@@ -134,15 +127,13 @@ struct Backward {
             if (col0 >= width) break;
             ptx::barrier_wait(&s.full[at.stage], at.phase);
             __syncwarp();
-            char* g_piece = stages + at.stage * gemm::STAGE_BYTES + row0 * 128;
-            char* u_piece = g_piece + 128 * 128;
-            char* wh_piece = u_piece + 128 * 128;
-            u32 g_matrix = matrix_at(g_piece, 0);
+            const char* pieces = stages + at.stage * gemm::STAGE_BYTES + row0 * 128;
+            u32 g_matrix = matrix_at(pieces, 0);
 #pragma unroll
             for (u32 j = 0; j < 8; j += 2) {
                 Pairs g, u, wh;
                 // Of the swizzle, column group j is bits of its own.
-                u32 g_at = g_matrix ^ (j * 16), u_at = g_at + 128 * 128;
+                u32 g_at = g_matrix ^ (j * 16), u_at = g_at + EXTRA_BYTES;
                 read_matrix(g_at, g);
                 read_matrix(u_at, u);
 #pragma unroll
@@ -163,20 +154,15 @@ struct Backward {
                 }
                 write_matrix(g_at, g);
                 write_matrix(u_at, u);
-                write_matrix(u_at + 128 * 128, wh);
+                write_matrix(u_at + EXTRA_BYTES, wh);
             }
-            if (pieces_written()) {
-                ptx::tile_store(&p.out_dg, g_piece, col0, w.ring + row0);
-                ptx::tile_store(&p.out_du, u_piece, col0, w.ring + row0);
-                ptx::tile_store(&p.out_h, wh_piece, col0, w.ring + row0);
-                ptx::bulk_commit();
-                // The stage of the quarter before has been read.
-                ptx::bulk_wait_read<1>();
-                if (quarter > 0) ptx::barrier_arrive(&s.empty[(at.stage + gemm::STAGES - 1) % gemm::STAGES]);
-            }
+            store_piece(pieces, matrix_rows(p.ring_dg, w.ring + row0, col0, WIDTH));
+            store_piece(pieces + EXTRA_BYTES, matrix_rows(p.ring_du, w.ring + row0, col0, WIDTH));
+            store_piece(pieces + 2 * EXTRA_BYTES, matrix_rows(p.ring_h, w.ring + row0, col0, WIDTH));
+            // Before the copy engine writes here again.
+            ptx::proxy_fence();
             __syncwarp();
-            owed.first = at.stage;
-            owed.stages = 1;
+            if (lane == 0) ptx::barrier_arrive(&s.empty[at.stage]);
             at.next();
         }
 #pragma unroll
@@ -215,8 +201,7 @@ struct Backward {
         float2* to = reinterpret_cast<float2*>(base + w.expert * (down ? HIDDEN_SIZE : INNER_SIZE) + column);
         float2* parts = reinterpret_cast<float2*>(buffers);  // [4 warps, 32 pairs of columns]
         float2 total = goes_on ? __ldcg(to) : make_float2(0, 0);
-        // The copy engine has read what all warps left here.
-        ptx::bulk_wait_read<0>();
+        // All warps are done with what they left here.
         ptx::group_sync(2 + group, 128);
         for (u32 block = 0; block < w.task.run.blocks; block++) {
             uint2 source = p.sources[(w.task.run.block + block) * 128 + warp * 32 + lane];
@@ -300,21 +285,33 @@ struct Backward {
         }
     };
 
-    static __device__ __forceinline__ void weight_gradient(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, u32 row0, Owed& owed, Tracer& tracer) {
-        u32 lane = threadIdx.x % 32, shared = w.expert >= LOCAL, weight = w.task.weight, width = shared ? SHARED_SIZE : INNER_SIZE;
-        u32 m = weight == program::DOWN_WEIGHT ? HIDDEN_SIZE : width, n = weight == program::DOWN_WEIGHT ? width : HIDDEN_SIZE;
-        u32 r0 = w.task.tile_m * 128 + row0, c0 = w.task.tile_n * 256;
-        bool inside = r0 < m;  // 16 rows are, or are not
-        u64 size = u64(m) * n, expert = shared ? 0 : w.expert;
-        Fragment mine{u64(r0 + lane / 4) * n + c0 + 2 * (lane % 4), n, inside ? n - c0 : 0};
-        auto* gradient = static_cast<Gradient*>(of_weight(weight, p.d_gate[shared], p.d_up[shared], p.d_down[shared])) + expert * size;
+    // A tile of a weight's gradient: the matrix's size, and the tile's place.
+    struct GradientTile {
+        u32 weight, shared, rows, columns, row0, column0, expert;
+        __device__ __forceinline__ explicit GradientTile(const Work& w) {
+            weight = w.task.weight;
+            shared = w.expert >= LOCAL;
+            u32 width = shared ? SHARED_SIZE : INNER_SIZE;
+            rows = weight == program::DOWN_WEIGHT ? HIDDEN_SIZE : width;
+            columns = weight == program::DOWN_WEIGHT ? width : HIDDEN_SIZE;
+            row0 = w.task.tile_m * 128;
+            column0 = w.task.tile_n * 256;
+            expert = shared ? 0 : w.expert;
+        }
+    };
+
+    static __device__ __forceinline__ void weight_gradient(const PassParams& p, gemm::Stages& s, const char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, char* pieces, u32 row0, Tracer& tracer) {
+        GradientTile t(w);
+        u32 lane = threadIdx.x % 32, r0 = t.row0 + row0, minibatch = w.task.run.minibatch;
+        u64 size = u64(t.rows) * t.columns;
+        Fragment mine{u64(r0 + lane / 4) * t.columns + t.column0 + 2 * (lane % 4), t.columns, r0 < t.rows ? t.columns - t.column0 : 0};
+        auto* gradient = static_cast<Gradient*>(of_weight(t.weight, p.d_gate[t.shared], p.d_up[t.shared], p.d_down[t.shared])) + t.expert * size;
         // Where a sum that goes on from one minibatch to the next is kept: `minibatch` is the earlier.
         auto carry = [&](u32 minibatch) -> float* {
             if (!BF16_GRADIENTS) return reinterpret_cast<float*>(gradient);
-            float* slot = p.carry[shared] + (shared ? 0 : minibatch % 2 * 3 * size);
-            return of_weight(weight, slot, slot + size, slot + 2 * size);
+            float* slot = p.carry[t.shared] + (t.shared ? 0 : minibatch % 2 * 3 * size);
+            return of_weight(t.weight, slot, slot + size, slot + 2 * size);
         };
-        u32 minibatch = w.task.run.minibatch;
         const float* from = !w.task.first ? carry(minibatch - 1) : p.accumulate && !BF16_GRADIENTS ? carry(0) : nullptr;
         bool widened = BF16_GRADIENTS && w.task.first && p.accumulate;
         mine.each(acc, [&](float& a, float& b, u64 place, bool inside) {
@@ -326,10 +323,9 @@ struct Backward {
             }
             a = v.x, b = v.y;
         });
-        tracer.load(s.stages, at);
-        multiply<1, 1>(acc, s.stages, at, stages, group, w.blocks, false, owed);
+        tracer.load(s, at);
+        gemm::consume<1, 1>(acc, s, at, stages, group, w.blocks, false);
         tracer.multiplied();
-        owed.borrow(s.stages, at, GRADIENT_LENT);
         if (BF16_GRADIENTS && !w.task.last) {
             float* to = carry(minibatch);
             mine.each(acc, [&](float& a, float& b, u64 place, bool inside) {
@@ -337,11 +333,12 @@ struct Backward {
             });
             return;
         }
-        if (!inside) return;
+        __syncwarp();
 #pragma unroll
         for (u32 i = 0; i < 256 / GRADIENT_COLUMNS; i++) {
-            if (c0 + i * GRADIENT_COLUMNS >= n) break;
-            char* piece = piece_at(stages, owed.first, i);
+            u32 column = t.column0 + i * GRADIENT_COLUMNS;
+            if (r0 >= t.rows || column >= t.columns) break;
+            char* piece = pieces + i % 2 * PIECE_BYTES;
 #if BF16_GRADIENTS
 #pragma unroll
             for (u32 j = 0; j < 8; j += 2) {
@@ -359,53 +356,46 @@ struct Backward {
                 }
             }
 #endif
-        }
-        if (pieces_written()) {
-            const TensorMap* map = of_weight(weight, &p.out_d_gate[shared], &p.out_d_up[shared], &p.out_d_down[shared]);
-            for (u32 i = 0; i < 256 / GRADIENT_COLUMNS && c0 + i * GRADIENT_COLUMNS < n; i++) {
-                ptx::tile_store(map, piece_at(stages, owed.first, i), c0 + i * GRADIENT_COLUMNS, u32(expert * m) + r0);
-            }
-            ptx::bulk_commit();
+            store_piece(piece, matrix_rows(gradient, r0, column, t.columns));
         }
     }
 
-    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, u32 row0, Owed& owed) {
+    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, const char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, char* pieces, u32 row0) {
         Tracer tracer;
-        maybe_hang(p, w.task, s.stages, owed);
-        char* buffers = stages + gemm::STAGES * gemm::STAGE_BYTES + group * (STORE_BYTES / 2);
+        maybe_hang(p, w.task);
+        u32 kind = w.task.kind;
+        char* buffers = pieces - threadIdx.x % 128 / 32 * 2 * PIECE_BYTES;  // the warpgroup's
         bool goes_on = p.accumulate || !w.task.first;
-        if (w.task.kind == program::D_HIDDEN) {
+        if (kind == program::D_HIDDEN) {
             const uint2* sources = p.sources + w.task.a * 128 + row0 + threadIdx.x % 32 / 4;
             float weight[2] = {factor(p, __ldg(sources)), factor(p, __ldg(sources + 8))};
             tracer.load(s.stages, at);
-            multiply<0, 1>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+            gemm::consume<0, 1>(acc, s.stages, at, stages, group, w.blocks, true);
             tracer.multiplied();
-            store_d_hidden(p, s.stages, stages, at, acc, w, weight, row0, owed);
-        } else if (w.task.kind == program::D_INPUT) {
-            uint2 to = push_target(p, w, row0);
+            store_d_hidden(p, s.stages, stages, at, acc, w, weight, row0);
+        } else if (kind == program::D_INPUT) {
+            uint2 target = push_target(p, w, row0);
             tracer.load(s.stages, at);
-            multiply<0, 1>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+            gemm::consume<0, 1>(acc, s.stages, at, stages, group, w.blocks, true);
             tracer.multiplied();
-            push<false>(p, s.stages, at, stages, acc, w, to, owed);
+            push<false>(p, pieces, acc, w, target);
             if (w.task.b == 0) push_d_w(p, w, row0);
-        } else if (w.task.kind == program::GATE_UP) {
+        } else if (kind == program::GATE_UP) {
             tracer.load(s.stages, at);
-            multiply<0, 0>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+            gemm::consume<0, 0>(acc, s.stages, at, stages, group, w.blocks, true);
             tracer.multiplied();
-            store_gate_up<false>(p, s.stages, at, stages, acc, w, row0, owed);
-        } else if (HAS_OUTPUT_GATE && w.task.kind == program::W_GRAD && w.task.weight == program::OUTPUT_GATE) {
-            owed.settle(s.stages);
+            store_gate_up<false>(p, pieces, acc, w, row0);
+        } else if (HAS_OUTPUT_GATE && kind == program::W_GRAD && w.task.weight == program::OUTPUT_GATE) {
             output_gate_gradient(p, w, group, buffers, goes_on);
-        } else if (w.task.kind == program::W_GRAD) {
-            weight_gradient(p, s, stages, at, acc, w, group, row0, owed, tracer);
+        } else if (kind == program::W_GRAD) {
+            weight_gradient(p, s.stages, stages, at, acc, w, group, pieces, row0, tracer);
             if (BIASES && w.task.tile_n == 0 && w.expert < LOCAL) bias_gradient(p, w, group, buffers, goes_on);
-        } else {
-            owed.settle(s.stages);
-            if (w.task.kind == program::ZERO_GRAD && !p.accumulate) zero_gradients(p, w.task.a);
+        } else if (kind == program::ZERO_GRAD && !p.accumulate) {
+            zero_gradients(p, w.task.a);
         }
-        if (TRACE && threadIdx.x == 128 && w.task.kind != program::SKIP) {
-            bool grad = w.task.kind == program::W_GRAD;
-            tracer.end(p, w.task.kind, w.task.weight, grad ? w.task.run.block : w.task.a, grad ? w.task.tile_m << 16 | w.task.tile_n : w.task.b);
+        if (TRACE && threadIdx.x == 128 && kind != program::SKIP) {
+            bool grad = kind == program::W_GRAD;
+            tracer.end(p, kind, w.task.weight, grad ? w.task.run.block : w.task.a, grad ? w.task.tile_m << 16 | w.task.tile_n : w.task.b);
         }
     }
 

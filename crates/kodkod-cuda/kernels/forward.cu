@@ -14,13 +14,15 @@ struct Forward {
         if (threadIdx.x == 0) tracer.end(p, t.kind, 0, t.a, t.b);
     }
 
+    // So many that the first tiles do not wait, so few that memory gives each the rate it has alone.
+    static __device__ __forceinline__ u64 first_pulls(const program::Program& q) { return min(program::before(q, program::COMM, min(q.minibatches, 1u)), u64(40)); }
+
     static __device__ __forceinline__ u32 blocks(const program::Program&, const Work& w) {
         u32 width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
         return (w.task.kind == program::GATE_UP ? HIDDEN_SIZE : width) / 64;
     }
 
     static __device__ __forceinline__ u32 extra(const Work&) { return 0; }
-    static __device__ __forceinline__ u32 lent(const Work& w) { return w.task.kind == program::GATE_UP ? GATE_UP_LENT<true> : PUSH_LENT; }
 
     static __device__ __forceinline__ void produce(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, const Work& w) {
         u32 shared = w.expert >= LOCAL, expert = shared ? 0 : w.expert, tile = w.task.b;
@@ -44,15 +46,15 @@ struct Forward {
         }
     }
 
-    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, u32 row0, Owed& owed) {
+    static __device__ __forceinline__ void consume(const PassParams& p, Shared& s, const char* stages, gemm::Cursor& at, float (&acc)[128], const Work& w, u32 group, char* pieces, u32 row0) {
         Tracer tracer;
-        maybe_hang(p, w.task, s.stages, owed);
-        uint2 to = push_target(p, w, row0);
+        maybe_hang(p, w.task);
+        uint2 target = push_target(p, w, row0);
         tracer.load(s.stages, at);
-        multiply<0, 0>(acc, s.stages, at, stages, group, w.blocks, true, owed);
+        gemm::consume<0, 0>(acc, s.stages, at, stages, group, w.blocks, true);
         tracer.multiplied();
-        if (w.task.kind == program::GATE_UP) store_gate_up<true>(p, s.stages, at, stages, acc, w, row0, owed);
-        else push<true>(p, s.stages, at, stages, acc, w, to, owed);
+        if (w.task.kind == program::GATE_UP) store_gate_up<true>(p, pieces, acc, w, row0);
+        else push<true>(p, pieces, acc, w, target);
         if (threadIdx.x == 128) tracer.end(p, w.task.kind, 0, w.task.a, w.task.b);
     }
 

@@ -30,9 +30,9 @@ struct Stall {
 };
 
 // One task of one CTA, in nanoseconds of the GPU's clock. `loaded`: its first operands are there; `product`: its product
-// is done, the epilogue begins; both 0 where a task has no product.
+// is done, the epilogue begins; both 0 where a task has no product. `cycles`: the SM's count at the end.
 struct Stamp {
-    u64 begin, loaded, product, end;
+    u64 begin, loaded, product, end, cycles;
     u32 kind, weight, a, b, sm, cta;
 };
 
@@ -42,8 +42,6 @@ struct PassParams {
     TensorMap x, h, gate[2], up[2], down[2];
     TensorMap dy, dg, du, gate_cols[2], up_cols[2], down_cols[2], x_cols, dy_cols, dg_cols, du_cols, wh_cols;
     TensorMap g, u;
-    // Boxes of 128 bytes, 16 rows: what epilogues store.
-    TensorMap out_g, out_u, out_h, out_dg, out_du, out_d_gate[2], out_d_up[2], out_d_down[2];
     const program::Program* program;
     const uint2* sources;
     u32* counters;

@@ -13,7 +13,7 @@ struct Work {
     u32 more;         // 0: there is no other
     u32 rows;         // of the block, padding not counted; 128 where rows are not M
     u32 blocks;       // of K
-    u32 extra, lent;  // stages after those, for the epilogue: loaded, and lent empty
+    u32 extra;        // stages after those, for the epilogue
     u32 kept, ring;   // first rows of its slots
     u32 expert;
 };
@@ -29,8 +29,12 @@ struct Shared {
     program::Step steps[2];
     u32 more;
 };
-constexpr u32 STORE_BYTES = 8 * 4096;  // of each consumer warp, two pieces
-constexpr u32 SMEM_BYTES = gemm::STAGES * gemm::STAGE_BYTES + STORE_BYTES + sizeof(Shared);
+// A warp's piece of a tile: 16 rows of 128 bytes, in the copy engine's swizzle. Each consumer warp has room for two.
+constexpr u32 PIECE_BYTES = 2048, STORE_BYTES = gemm::CONSUMER_WARPS * 2 * PIECE_BYTES;
+constexpr u32 SMEM_MOST = 232448;
+// The layout is in shared memory where it fits: whoever decodes a ticket searches it.
+constexpr u32 LAYOUT_WORDS = 3 * (LOCAL + (SHARED_SIZE > 0)) + 2;
+constexpr bool LAYOUT_SHARED = gemm::STAGES * gemm::STAGE_BYTES + STORE_BYTES + sizeof(Shared) + LAYOUT_WORDS * 4 <= SMEM_MOST;
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -91,65 +95,8 @@ __device__ __forceinline__ void arrive(const PassParams& p, const program::Progr
     }
 }
 
-// The epilogue of a tile writes to shared memory and leaves the rest to the copy engine, so that the next product can
-// begin: its stores are settled while the tensor cores are at the next tile. A warp's pieces lie in its own buffer, two,
-// and in stages that the producer lends, three in each.
-constexpr u32 PIECE_BYTES = 2048, OWN_PIECES = 2, LENT_PIECES = 3;
-static_assert(STORE_BYTES == gemm::CONSUMER_WARPS * OWN_PIECES * PIECE_BYTES, "room");
-static_assert(gemm::STAGE_BYTES == gemm::CONSUMER_WARPS * LENT_PIECES * PIECE_BYTES, "room");
-
-// What a consumer warp has not settled yet.
-struct Owed {
-    u32 first = 0, stages = 0;  // lent: to be given back when the stores have read them
-    u64* done = nullptr;        // to be told when the stores are whole
-
-    __device__ __forceinline__ void give_back(gemm::Stages& s) {
-        if (stages == 0) return;
-        ptx::bulk_wait_read<0>();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            for (u32 i = 0; i < stages; i++) ptx::barrier_arrive(&s.empty[(first + i) % gemm::STAGES]);
-        }
-        stages = 0;
-    }
-    __device__ __forceinline__ void settle(gemm::Stages& s) {
-        give_back(s);
-        if (done == nullptr) return;
-        ptx::bulk_wait<0>();
-        ptx::barrier_arrive(done);
-        done = nullptr;
-    }
-    __device__ __forceinline__ void borrow(gemm::Stages& s, gemm::Cursor& at, u32 n) {
-        first = at.stage;
-        stages = n;
-        for (u32 i = 0; i < n; i++) {
-            ptx::barrier_wait(&s.full[at.stage], at.phase);
-            at.next();
-        }
-    }
-};
-
-// A tile's product. What the tile before owes is settled meanwhile: its stages before this one's third block, which may
-// wait for them.
-template <int TA, int TB>
-__device__ __forceinline__ void multiply(float (&acc)[128], gemm::Stages& s, gemm::Cursor& at, const char* stages, u32 group, u32 blocks, bool start, Owed& owed) {
-    gemm::consume<TA, TB>(acc, s, at, stages, group, blocks, start, [&](u32 block) {
-        if (block == 1) owed.give_back(s);
-        if (block == 3) owed.settle(s);
-    });
-    owed.settle(s);
-}
-
-// The warp's piece `i` of the epilogue, the lent stages being those from `first`.
-__device__ __forceinline__ char* piece_at(char* stages, u32 first, u32 i) {
-    u32 warp = threadIdx.x / 32 - 4;
-    if (i < OWN_PIECES) return stages + gemm::STAGES * gemm::STAGE_BYTES + (warp * OWN_PIECES + i) * PIECE_BYTES;
-    u32 stage = (first + (i - OWN_PIECES) / LENT_PIECES) % gemm::STAGES;
-    return stages + stage * gemm::STAGE_BYTES + (warp * LENT_PIECES + (i - OWN_PIECES) % LENT_PIECES) * PIECE_BYTES;
-}
-
-// A piece is 16 rows of 128 bytes, in the copy engine's swizzle. Of 64 bf16 columns a lane holds, packed, columns
-// 8 j + 2 (lane % 4) and the next, of rows lane / 4 (`[0]`) and lane / 4 + 8 (`[1]`), j = 0..7. Here: for j and j + 1.
+// Of 64 bf16 columns of a piece a lane holds, packed, columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 (`[0]`) and
+// lane / 4 + 8 (`[1]`), j = 0..7. Here: for j and j + 1.
 using Pairs = u32[2][2];
 __device__ __forceinline__ u32 matrix_at(const char* piece, u32 j) {
     // Matrices of 8 rows and 8 columns: rows 0-7 and 8-15 of column group j, then of j + 1.
@@ -164,11 +111,23 @@ __device__ __forceinline__ void read_matrix(u32 at, Pairs& v) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0][0]), "=r"(v[0][1]), "=r"(v[1][0]), "=r"(v[1][1]) : "r"(at) : "memory");
 }
-// The warp has written pieces: one thread may hand them to the copy engine.
-__device__ __forceinline__ bool pieces_written() {
-    ptx::proxy_fence_shared();
+// A piece to where `address(row)` says, or nowhere where that is null: whole lines of 128 bytes, of four rows at a time. A
+// piece that is written next must be another one.
+template <typename D> __device__ __forceinline__ void store_piece(const char* piece, const D& address) {
+    u32 lane = threadIdx.x % 32;
     __syncwarp();
-    return threadIdx.x % 32 == 0;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u32 r = i * 4 + lane / 8, group = lane % 8;
+        uint4 row = *reinterpret_cast<const uint4*>(piece + r * 128 + (group ^ (r % 8)) * 16);
+        char* to = address(r);
+        if (to) *reinterpret_cast<uint4*>(to + group * 16) = row;
+    }
+}
+// Rows of a matrix of `pitch` values, from its row and column on.
+template <typename T> __device__ __forceinline__ auto matrix_rows(T* matrix, u32 row, u32 column, u32 pitch) {
+    T* first = matrix + u64(row) * pitch + column;
+    return [=](u32 r) { return reinterpret_cast<char*>(first + u64(r) * pitch); };
 }
 
 // Rows of `block` whose tokens `source` holds, copied into its slots; the rank's own task also zeroes the padding rows,
@@ -256,9 +215,8 @@ __device__ __forceinline__ float dot_row(const bf16* row, const float* weight) {
 }
 
 // A test hook: holds one task until its rank has given up, or another rank has for long.
-__device__ __forceinline__ void maybe_hang(const PassParams& p, const program::Task& t, gemm::Stages& s, Owed& owed) {
+__device__ __forceinline__ void maybe_hang(const PassParams& p, const program::Task& t) {
     if (t.kind != p.hang_kind || t.a != p.hang_a || t.b != p.hang_b) return;
-    owed.settle(s);
     for (u32 late = 0; late < 100000 && !ptx::load_acquire_sys(&p.stall->given_up); __nanosleep(1000)) late += ptx::load_acquire_sys(p.abort) != 0;
 }
 
@@ -278,7 +236,7 @@ struct Tracer {
         u32 at = atomicAdd(p.stamped, 1), sm;
         if (at >= p.stamps_most) return;
         asm("mov.u32 %0, %%smid;" : "=r"(sm));
-        p.stamps[at] = {begin, loaded, product, now, kind, weight, a, b, sm, blockIdx.x};
+        p.stamps[at] = {begin, loaded, product, now, ptx::cycles(), kind, weight, a, b, sm, blockIdx.x};
     }
 };
 
@@ -320,23 +278,18 @@ __device__ __forceinline__ Activated activate_backward(float g, float u) {
 }
 
 // g and u of a GateUp tile, and h in a forward. The accumulator's first 128 columns are g, the others u.
-template <bool FORWARD> constexpr u32 GATE_UP_LENT = FORWARD ? 2 : 1;
 template <bool FORWARD>
-__device__ __forceinline__ void store_gate_up(const PassParams& p, gemm::Stages& s, gemm::Cursor& at, char* stages, const float (&acc)[128], const Work& w, u32 row0, Owed& owed) {
-    constexpr u32 OUTPUTS = FORWARD ? 3 : 2;
-    static_assert(2 * OUTPUTS <= OWN_PIECES + GATE_UP_LENT<FORWARD> * LENT_PIECES, "room");
+__device__ __forceinline__ void store_gate_up(const PassParams& p, char* pieces, const float (&acc)[128], const Work& w, u32 row0) {
     u32 lane = threadIdx.x % 32, width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;
-    owed.borrow(s, at, GATE_UP_LENT<FORWARD>);
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         u32 col0 = w.task.b * 128 + half * 64;
         if (col0 >= width) break;
-        char* piece[OUTPUTS];
-#pragma unroll
-        for (u32 i = 0; i < OUTPUTS; i++) piece[i] = piece_at(stages, owed.first, half * OUTPUTS + i);
+        Pairs h[4];
+        __syncwarp();
 #pragma unroll
         for (u32 j = 0; j < 8; j += 2) {
-            Pairs g, u, h;
+            Pairs g, u;
 #pragma unroll
             for (u32 i = 0; i < 2; i++) {
 #pragma unroll
@@ -354,75 +307,76 @@ __device__ __forceinline__ void store_gate_up(const PassParams& p, gemm::Stages&
                     g[i][r] = pack(keep_gate(g0), keep_gate(g1));
                     u[i][r] = pack(keep_up(u0), keep_up(u1));
                     // From the stored values, so that the backward sees the same.
-                    if (FORWARD) h[i][r] = pack(activate(low(g[i][r]), low(u[i][r])), activate(high(g[i][r]), high(u[i][r])));
+                    if (FORWARD) h[j / 2][i][r] = pack(activate(low(g[i][r]), low(u[i][r])), activate(high(g[i][r]), high(u[i][r])));
                 }
             }
-            write_matrix(matrix_at(piece[0], j), g);
-            write_matrix(matrix_at(piece[1], j), u);
-            if (FORWARD) write_matrix(matrix_at(piece[OUTPUTS - 1], j), h);
+            write_matrix(matrix_at(pieces, j), g);
+            write_matrix(matrix_at(pieces + PIECE_BYTES, j), u);
         }
-        if (pieces_written()) {
-            ptx::tile_store(&p.out_g, piece[0], col0, w.kept + row0);
-            ptx::tile_store(&p.out_u, piece[1], col0, w.kept + row0);
-            if (FORWARD) ptx::tile_store(&p.out_h, piece[OUTPUTS - 1], col0, w.ring + row0);
-            ptx::bulk_commit();
+        store_piece(pieces, matrix_rows(p.kept_g, w.kept + row0, col0, WIDTH));
+        store_piece(pieces + PIECE_BYTES, matrix_rows(p.kept_u, w.kept + row0, col0, WIDTH));
+        if (FORWARD) {
+#pragma unroll
+            for (u32 j = 0; j < 8; j += 2) write_matrix(matrix_at(pieces, j), h[j / 2]);
+            store_piece(pieces, matrix_rows(p.ring_h, w.ring + row0, col0, WIDTH));
         }
     }
 }
 
-// y_k or dx_k, rounded, to the slots of the ranks that hold the tokens. Lane r < 16 holds where row r goes. Rows lie whole
-// in shared memory, 11 in a lent stage and 5 in the warp's own buffer, 16 bytes apart so that no two begin in one bank.
-constexpr u32 PUSH_LENT = 1, PUSH_PITCH = 256 * 2 + 16, PUSH_LENT_ROWS = LENT_PIECES * PIECE_BYTES / PUSH_PITCH;
-static_assert((16 - PUSH_LENT_ROWS) * PUSH_PITCH <= OWN_PIECES * PIECE_BYTES, "room");
+// y_k or dx_k, rounded, to the slots of the ranks that hold the tokens. Lane r < 16 knows where row r goes.
 __device__ __forceinline__ uint2 push_target(const PassParams& p, const Work& w, u32 row0) {
-    u32 lane = threadIdx.x % 32;
-    return lane < 16 ? __ldg(p.sources + w.task.a * 128 + row0 + lane) : make_uint2(~0u, 0);
+    return __ldg(p.sources + w.task.a * 128 + row0 + threadIdx.x % 16);
 }
 template <bool BIASED>
-__device__ __forceinline__ void push(const PassParams& p, gemm::Stages& s, gemm::Cursor& at, char* stages, const float (&acc)[128], const Work& w, uint2 to, Owed& owed) {
-    u32 lane = threadIdx.x % 32, r = lane % 16, first_col = w.task.b * 256;
-    owed.borrow(s, at, PUSH_LENT);
-    char* row = r < PUSH_LENT_ROWS ? piece_at(stages, owed.first, OWN_PIECES) + r * PUSH_PITCH : piece_at(stages, owed.first, 0) + (r - PUSH_LENT_ROWS) * PUSH_PITCH;
-    u32 matrix = ptx::smem_address(row) + lane / 16 * 16;
+__device__ __forceinline__ void push(const PassParams& p, char* pieces, const float (&acc)[128], const Work& w, uint2 target) {
+    u32 lane = threadIdx.x % 32;
+    bf16* slot = nullptr;
+    if (target.x != ~0u) slot = (RANKS == 1 ? p.combine[0] : p.combine[target.x]) + u64(target.y) * HIDDEN_SIZE + w.task.b * 256;
+    __syncwarp();
 #pragma unroll
-    for (u32 j = 0; j < 32; j += 2) {
-        Pairs v;
+    for (u32 quarter = 0; quarter < 4; quarter++) {
+        u32 col0 = w.task.b * 256 + quarter * 64;
+        if (col0 >= HIDDEN_SIZE) break;
+        char* piece = pieces + quarter % 2 * PIECE_BYTES;
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
+        for (u32 j = 0; j < 8; j += 2) {
+            Pairs v;
 #pragma unroll
-            for (u32 r = 0; r < 2; r++) {
-                float v0 = acc[4 * (j + i) + 2 * r], v1 = acc[4 * (j + i) + 2 * r + 1];
-                u32 col = first_col + 8 * (j + i) + 2 * (lane % 4);
-                if (BIASED && BIASES && w.expert < LOCAL && col < HIDDEN_SIZE) {
-                    float2 bias = __ldg(reinterpret_cast<const float2*>(p.bias_down + w.expert * HIDDEN_SIZE + col));
-                    v0 = __fadd_rn(v0, bias.x), v1 = __fadd_rn(v1, bias.y);
+            for (u32 i = 0; i < 2; i++) {
+#pragma unroll
+                for (u32 r = 0; r < 2; r++) {
+                    const float* from = acc + 32 * quarter + 4 * (j + i) + 2 * r;
+                    float v0 = from[0], v1 = from[1];
+                    if (BIASED && BIASES && w.expert < LOCAL) {
+                        u32 c = w.expert * HIDDEN_SIZE + col0 + 8 * (j + i) + 2 * (lane % 4);
+                        float2 bias = __ldg(reinterpret_cast<const float2*>(p.bias_down + c));
+                        v0 = __fadd_rn(v0, bias.x), v1 = __fadd_rn(v1, bias.y);
+                    }
+                    v[i][r] = pack(v0, v1);
                 }
-                v[i][r] = pack(v0, v1);
             }
+            write_matrix(matrix_at(piece, j), v);
         }
-        write_matrix(matrix + j * 16, v);
+        store_piece(piece, [&](u32 r) -> char* {
+            u64 to = __shfl_sync(~0u, reinterpret_cast<u64>(slot), r);
+            return to ? reinterpret_cast<char*>(to) + quarter * 128 : nullptr;
+        });
     }
-    pieces_written();
-    if (to.x != ~0u) {
-        bf16* slot = (RANKS == 1 ? p.combine[0] : p.combine[to.x]) + u64(to.y) * HIDDEN_SIZE + first_col;
-        ptx::bulk_store(slot, row, min(256u, HIDDEN_SIZE - first_col) * 2);
-    }
-    ptx::bulk_commit();
 }
 
 // One persistent kernel: the first CTAs pull rows, all run GEMM tiles, all reduce at the end.
 //   Ops::pull(task): where a row comes from and goes to      Ops::produce(work): one tile's loads
 //   Ops::consume(work): its product and epilogue             Ops::reduce(chunk)
-//   Ops::blocks, extra, lent: stages that the two take
+//   Ops::first_pulls(program): at the start all CTAs pull, up to this ticket
 template <typename Ops> __device__ __forceinline__ void run_pass(const PassParams& p) {
     extern __shared__ __align__(1024) char smem[];
     char* stages = smem;
     char* store = smem + gemm::STAGES * gemm::STAGE_BYTES;
     Shared& s = *reinterpret_cast<Shared*>(store + STORE_BYTES);
-    const program::Program& q = s.program;
+    program::Program& q = s.program;
     u32 group = threadIdx.x / 128;
-    if (threadIdx.x < sizeof(program::Program) / 4) reinterpret_cast<u32*>(&s.program)[threadIdx.x] = reinterpret_cast<const u32*>(p.program)[threadIdx.x];
     if (threadIdx.x == 0) {
+        q = *p.program;
         gemm::init(s.stages);
         s.steps[0] = s.steps[1] = program::Step();
         for (u32 i = 0; i < WORKS; i++) {
@@ -434,14 +388,19 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    if (LAYOUT_SHARED) {
+        const u32* from[3] = {p.program->layout.rows, p.program->layout.first_block, p.program->layout.first_run};
+        u32 *to = reinterpret_cast<u32*>(&s + 1), n = q.layout.experts + 1;
+        for (u32 i = threadIdx.x; i < 3 * n - 1; i += THREADS) to[i] = from[(i + 1) / n][(i + 1) % n - (i < n - 1)];
+        if (threadIdx.x == 0) q.layout.rows = to, q.layout.first_block = to + n - 1, q.layout.first_run = to + 2 * n - 1;
+        __syncthreads();
+    }
     u32 rank = q.rank;
     u64 comm_end = program::before(q, program::COMM, q.minibatches);
 
-    // Draws the next communication ticket, waits for it, and tells all threads; false at the end.
-    auto next_comm = [&](u32 counter, u64 first, u64 end) {
-        __syncthreads();
+    // Takes a communication ticket, waits for it, and tells all threads; false at the end.
+    auto next_comm = [&](u64 ticket, u64 end) {
         if (threadIdx.x == 0) {
-            u64 ticket = first + atomicAdd(p.tickets + counter, 1);
             s.more = ticket < end;
             if (s.more) {
                 program::decode(q, program::COMM, ticket, s.steps[program::COMM], s.comm);
@@ -451,16 +410,28 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
         __syncthreads();
         return s.more;
     };
-
-    if (blockIdx.x < p.comm_ctas) {
-        u32 uses = 0;
-        while (next_comm(0, 0, comm_end)) {
-            Ops::pull(p, q, s, stages, s.comm, rank, uses);
-            __syncthreads();
-            if (threadIdx.x == 0) arrive(p, q, s.comm);
+    auto draw = [&](u32 counter) { return threadIdx.x == 0 ? atomicAdd(p.tickets + counter, 1) : 0; };
+    // A ticket below `end`, or `end`: of those beyond, none is lost.
+    auto draw_below = [&](u32 counter, u32 end) {
+        if (threadIdx.x) return end;
+        u32 ticket = ptx::load_acquire_sys(p.tickets + counter);
+        while (ticket < end) {
+            u32 seen = atomicCAS(p.tickets + counter, ticket, ticket + 1);
+            if (seen == ticket) break;
+            ticket = seen;
         }
+        return min(ticket, end);
+    };
+
+    bool pulls = blockIdx.x < p.comm_ctas;
+    u64 pulls_end = pulls ? comm_end : Ops::first_pulls(q);
+    u32 uses = 0;
+    while (next_comm(pulls ? draw(0) : draw_below(0, u32(pulls_end)), pulls_end)) {
+        Ops::pull(p, q, s, stages, s.comm, rank, uses);
         __syncthreads();
+        if (threadIdx.x == 0) arrive(p, q, s.comm);
     }
+    __syncthreads();
 
     // Warpgroup 0 serves: warp 0 draws tickets, decodes them and waits; warp 1 loads tiles; warp 2 arrives when a tile is
     // stored. Warpgroups 1 and 2 compute, and never wait for memory but in the products themselves.
@@ -483,7 +454,6 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                     w.ring = program::ring_row(q, block);
                     w.blocks = Ops::blocks(q, w);
                     w.extra = Ops::extra(w);
-                    w.lent = Ops::lent(w);
                     w.rows = w.task.kind < program::W_GRAD ? program::rows_in(q, block) : 128;
                     w.more = wait_all(p, q, w.task);
                 }
@@ -499,10 +469,6 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                 if (!w.more) break;
                 ptx::proxy_fence();
                 Ops::produce(p, s, stages, at, w);
-                for (u32 i = 0; i < w.lent; i++) {
-                    gemm::lend_stage(s.stages, at);
-                    at.next();
-                }
             }
         } else if (threadIdx.x == 64) {
             for (u32 n = 0;; n++) {
@@ -519,29 +485,24 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
     } else {
         ptx::registers_grow<224>();
         gemm::Cursor at;
-        Owed owed;
         float acc[128];
+        char* pieces = store + (threadIdx.x / 32 - 4) * 2 * PIECE_BYTES;
         u32 row0 = (group - 1) * 64 + threadIdx.x % 128 / 32 * 16;
         for (u32 n = 0;; n++) {
-            u64* full = &s.work_full[n % WORKS];
-            // Others may wait for what this warp owes.
-            if (!ptx::barrier_test(full, n / WORKS & 1)) owed.settle(s.stages);
-            ptx::barrier_wait(full, n / WORKS & 1);
+            ptx::barrier_wait(&s.work_full[n % WORKS], n / WORKS & 1);
             const Work& w = s.work[n % WORKS];
             if (!w.more) break;
             // Padding rows of a forward are never read; a weight gradient reads those of the backward, up to the next 64.
-            if ((group - 1) * 64 < w.rows) {
-                Ops::consume(p, s, stages, at, acc, w, group - 1, row0, owed);
-            } else {
-                owed.settle(s.stages);
-                gemm::skip(s.stages, at, w.blocks + w.extra + w.lent);
-            }
-            owed.done = &s.work_done[n % WORKS];
+            if ((group - 1) * 64 < w.rows) Ops::consume(p, s, stages, at, acc, w, group - 1, pieces, row0);
+            else gemm::skip(s.stages, at, w.blocks + w.extra);
+            ptx::barrier_arrive(&s.work_done[n % WORKS]);
         }
-        owed.settle(s.stages);
         ptx::registers_shrink<168>();
     }
 
     u64 all = program::tickets(q, program::COMM);
-    while (next_comm(2, comm_end, all)) Ops::reduce(p, rank, s.comm.a);
+    while (next_comm(comm_end + draw(2), all)) {
+        Ops::reduce(p, rank, s.comm.a);
+        __syncthreads();
+    }
 }

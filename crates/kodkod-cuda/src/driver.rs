@@ -1,7 +1,6 @@
 //! A thin, safe-where-it-can-be wrapper over the CUDA driver: context, streams, events, buffers, modules, launches and
 //! tensor maps. Nothing here knows what an expert is.
 
-use std::any::TypeId;
 use std::ffi::{CStr, CString, c_void};
 use std::marker::PhantomData;
 use std::ptr;
@@ -498,25 +497,18 @@ impl TensorMap {
     /// No matrix.
     pub const NONE: TensorMap = TensorMap([0; 128]);
 
-    /// `[rows, columns]` of `T`, `f32` or `bf16`, at `address`, whole, in boxes of 128 bytes and `box_rows` rows.
-    pub fn new<T: 'static>(address: u64, rows: u64, columns: u64, box_rows: u32) -> Result<Self> {
+    /// `[rows, columns]` in bf16 at `address`, in boxes of 64 columns and `box_rows` rows.
+    pub fn new(address: u64, rows: u64, columns: u64, box_rows: u32) -> Result<Self> {
         if rows == 0 || columns == 0 {
             return Ok(Self::NONE);
         }
-        let element = if TypeId::of::<T>() == TypeId::of::<f32>() {
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-        } else {
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-        };
-        let size = size_of::<T>();
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        let (dims, strides) = ([columns, rows], [columns * size as u64]);
-        let (boxes, steps) = ([128 / size as u32, box_rows], [1, 1]);
+        let (dims, strides, boxes, steps) = ([columns, rows], [columns * 2], [64, box_rows], [1, 1]);
         // SAFETY: all arrays have the rank's length; the driver checks the rest.
         let result = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
-                element,
+                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                 2,
                 address as *mut c_void,
                 dims.as_ptr(),

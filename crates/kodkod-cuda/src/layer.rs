@@ -196,6 +196,8 @@ pub struct Stamp {
     pub product: u64,
     /// End.
     pub end: u64,
+    /// The SM's count of cycles at the end.
+    pub cycles: u64,
     /// Name of the task.
     pub kind: &'static str,
     /// Block and tile, block and source, or chunk; of a weight gradient: its run's block, and tile of rows and of columns.
@@ -208,7 +210,7 @@ pub struct Stamp {
 
 /// Most stamps of a rank and pass, and 64-bit words of one.
 const STAMPS: usize = 1 << 18;
-const STAMP_WORDS: usize = 7;
+const STAMP_WORDS: usize = 8;
 
 /// One rank's memory on the GPU.
 #[derive(Debug)]
@@ -504,7 +506,7 @@ impl CudaLayer {
             let mine = &words[rank * STAMPS * STAMP_WORDS..];
             for w in mine.chunks_exact(STAMP_WORDS).take((count as usize).min(STAMPS)) {
                 let pair = |w: u64| [w as u32, (w >> 32) as u32];
-                let ([kind, weight], place, [sm, cta]) = (pair(w[4]), pair(w[5]), pair(w[6]));
+                let ([kind, weight], place, [sm, cta]) = (pair(w[5]), pair(w[6]), pair(w[7]));
                 let kind = match KINDS[kind as usize % KINDS.len()] {
                     "WGrad" => WEIGHTS[weight as usize % WEIGHTS.len()],
                     kind => kind,
@@ -515,6 +517,7 @@ impl CudaLayer {
                     loaded: w[1],
                     product: w[2],
                     end: w[3],
+                    cycles: w[4],
                     kind,
                     place,
                     sm,
@@ -648,20 +651,6 @@ impl CudaLayer {
         rows_map(&mut p, &memory.h, width, 64)?;
         rows_map(&mut p, &memory.g, width, 128)?;
         rows_map(&mut p, &memory.u, width, 128)?;
-        for rows in [&memory.g, &memory.u, &memory.h, &memory.dg, &memory.du] {
-            rows_map(&mut p, rows, width, 16)?;
-        }
-        match gradients {
-            Some(g) => {
-                let shared = g.shared.as_ref();
-                weight_maps(&mut p, &g.gate, shared.map(|s| &s.gate), rank, inner, 16)?;
-                weight_maps(&mut p, &g.up, shared.map(|s| &s.up), rank, inner, 16)?;
-                weight_maps(&mut p, &g.down, shared.map(|s| &s.down), rank, outer, 16)?;
-            }
-            None => (0..6).for_each(|_| {
-                p.map(&TensorMap::NONE);
-            }),
-        }
 
         let starts = self.token_starts();
         let at = |base: u64, rank: usize, bytes: usize| base + (starts[rank] * bytes) as u64;
@@ -773,23 +762,23 @@ impl CudaLayer {
 
 /// Maps a buffer of rows of `columns`.
 fn rows_map(p: &mut Parameter, rows: &Buffer<bf16>, columns: u64, box_rows: u32) -> Result<()> {
-    p.map(&TensorMap::new::<bf16>(rows.address(), rows.len() as u64 / columns, columns, box_rows)?);
+    p.map(&TensorMap::new(rows.address(), rows.len() as u64 / columns, columns, box_rows)?);
     Ok(())
 }
 
 /// Maps a rank's part of the routed experts' matrices, and the shared experts': `[rows, columns]` of both.
-fn weight_maps<T: Copy + 'static>(
+fn weight_maps(
     p: &mut Parameter,
-    routed: &Buffer<T>,
-    shared: Option<&Buffer<T>>,
+    routed: &Buffer<bf16>,
+    shared: Option<&Buffer<bf16>>,
     rank: usize,
     [[rows, columns], [shared_rows, shared_columns]]: [[u64; 2]; 2],
     box_rows: u32,
 ) -> Result<()> {
-    let first = rank as u64 * rows * columns * size_of::<T>() as u64;
-    p.map(&TensorMap::new::<T>(routed.address() + first, rows, columns, box_rows)?);
+    let first = rank as u64 * rows * columns * size_of::<bf16>() as u64;
+    p.map(&TensorMap::new(routed.address() + first, rows, columns, box_rows)?);
     p.map(&match shared {
-        Some(b) => TensorMap::new::<T>(b.address(), shared_rows, shared_columns, box_rows)?,
+        Some(b) => TensorMap::new(b.address(), shared_rows, shared_columns, box_rows)?,
         None => TensorMap::NONE,
     });
     Ok(())

@@ -164,7 +164,7 @@ mod tests {
 
     /// `loaded` and `product` are 0 where there is no product.
     fn stamp([begin, loaded, product, end]: [u64; 4], kind: &'static str, sm: u32) -> Stamp {
-        Stamp { rank: 1, begin, loaded, product, end, kind, place: [3, 4], sm, cta: 7 }
+        Stamp { rank: 1, begin, loaded, product, end, cycles: 0, kind, place: [3, 4], sm, cta: 7 }
     }
 
     fn stamps() -> [Stamp; 3] {

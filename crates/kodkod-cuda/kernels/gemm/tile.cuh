@@ -37,10 +37,9 @@ __device__ __forceinline__ void init(Stages& s) {
     }
 }
 
-// acc[64, 256] += A B over `blocks` of K; `start` says that acc counts as zero. TA, TB: contiguous along M or N. While the
-// tensor cores are at a block, `meanwhile(block)` is called; it must not touch acc.
-template <int TA, int TB, typename Meanwhile>
-__device__ __forceinline__ void consume(float (&acc)[128], Stages& s, Cursor& at, const char* stages, u32 group, u32 blocks, bool start, const Meanwhile& meanwhile) {
+// acc[64, 256] += A B over `blocks` of K; `start` says that acc counts as zero. TA, TB: contiguous along M or N.
+template <int TA, int TB>
+__device__ __forceinline__ void consume(float (&acc)[128], Stages& s, Cursor& at, const char* stages, u32 group, u32 blocks, bool start) {
     bool leader = threadIdx.x % 32 == 0;
     int add = start ? 0 : 1;
     u32 before = STAGES;
@@ -62,7 +61,6 @@ __device__ __forceinline__ void consume(float (&acc)[128], Stages& s, Cursor& at
         if (before < STAGES && leader) ptx::barrier_arrive(&s.empty[before]);
         before = at.stage;
         at.next();
-        meanwhile(block);
     }
     ptx::mma_wait<0>();
     if (before < STAGES && leader) ptx::barrier_arrive(&s.empty[before]);
@@ -78,14 +76,10 @@ __device__ __forceinline__ void skip(Stages& s, Cursor& at, u32 blocks) {
     }
 }
 
-// The producer's turn at a stage: waits until it is empty and announces its bytes, or lends it to the consumers.
+// The producer's turn at a stage: waits until it is empty and announces its bytes.
 __device__ __forceinline__ void begin_stage(Stages& s, const Cursor& at, u32 bytes = STAGE_BYTES) {
     ptx::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
     ptx::barrier_expect(&s.full[at.stage], bytes);
-}
-__device__ __forceinline__ void lend_stage(Stages& s, const Cursor& at) {
-    ptx::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
-    ptx::barrier_arrive(&s.full[at.stage]);
 }
 
 }  // namespace gemm

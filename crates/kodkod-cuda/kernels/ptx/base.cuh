@@ -26,14 +26,6 @@ __device__ __forceinline__ bool barrier_try_wait(u64* bar, u32 parity) {
         : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
     return done;
 }
-// Does not suspend the thread.
-__device__ __forceinline__ bool barrier_test(u64* bar, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
-    return done;
-}
 __device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
     while (!barrier_try_wait(bar, parity)) {}
 }
@@ -44,7 +36,6 @@ __device__ __forceinline__ void group_sync(u32 id, u32 threads) { asm volatile("
 
 // Orders ordinary accesses before those of the copy engine and the tensor cores, and after.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void proxy_fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Counters: gpu scope inside a rank, system scope between ranks.
 __device__ __forceinline__ u32 load_acquire_sys(const u32* p) {
@@ -62,6 +53,11 @@ __device__ __forceinline__ void add_release(u32* p, u32 n) {
 }
 __device__ __forceinline__ void add_release_sys(u32* p, u32 n) {
     asm volatile("red.add.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+}
+__device__ __forceinline__ u64 cycles() {
+    u64 t;
+    asm volatile("mov.u64 %0, %clock64;" : "=l"(t));
+    return t;
 }
 __device__ __forceinline__ u64 nanoseconds() {
     u64 t;

@@ -13,11 +13,6 @@ __device__ __forceinline__ void tile_load(void* to, const TensorMap* map, u64* b
             smem_address(to)),
         "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y) : "memory");
 }
-// The reverse; of a bulk group, as below.
-__device__ __forceinline__ void tile_store(const TensorMap* map, const void* from, u32 x, u32 y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(smem_address(from)), "r"(x),
-                 "r"(y) : "memory");
-}
 // Contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
