@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
 use kodkod::cuda::trace::{KindTimes, by_kind, chrome_json, span, svg};
-use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, Stamp, driver, jit, new_gradients};
+use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, STAMPS, Stamp, driver, jit, new_gradients};
 use kodkod::schedule::experts_per_rank;
 use kodkod::{GradientElement, Knobs, Precision, Routing, bf16};
 use serde_json::{Value, json};
@@ -61,9 +61,6 @@ pub(crate) struct Args {
     #[command(flatten)]
     knobs: KnobOptions,
 }
-
-/// Most stamps that a rank has room for, as kodkod-cuda lays it out; tasks beyond are not in a trace.
-const MOST_STAMPS: usize = 1 << 18;
 
 /// Runs it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -190,9 +187,9 @@ fn passes<G: GradientElement>(
     layer.backward(&on_gpu, &weights, &gradients, false)?;
     layer.finish()?;
     let mut stamps = layer.stamps()?;
-    if (0..args.ranks).any(|rank| stamps.iter().filter(|s| s.rank == rank).count() >= MOST_STAMPS) {
+    if (0..args.ranks).any(|rank| stamps.iter().filter(|s| s.rank == rank).count() >= STAMPS) {
         eprintln!(
-            "note: only the first {MOST_STAMPS} tasks of a rank are in the trace; fewer experts or tokens have fewer"
+            "note: only the first {STAMPS} tasks of a rank are in the trace; fewer experts or tokens have fewer"
         );
     }
     // No task of the backward begins before the forward has ended.
@@ -301,7 +298,8 @@ mod tests {
             begin,
             loaded,
             product,
-            end, cycles: 0,
+            end,
+            cycles: 0,
             kind,
             place: [0, 0],
             sm,

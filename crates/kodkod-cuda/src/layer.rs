@@ -208,8 +208,9 @@ pub struct Stamp {
     pub cta: u32,
 }
 
-/// Most stamps of a rank and pass, and 64-bit words of one.
-const STAMPS: usize = 1 << 18;
+/// Most stamps that a rank has room for, those of all passes since [`CudaLayer::clear_stamps`]; later tasks leave none.
+pub const STAMPS: usize = 1 << 18;
+/// 64-bit words of a stamp.
 const STAMP_WORDS: usize = 8;
 
 /// One rank's memory on the GPU.

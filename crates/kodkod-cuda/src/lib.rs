@@ -12,5 +12,6 @@ pub mod trace;
 
 pub use error::{Error, Result};
 pub use layer::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, Replay, Stamp, new_gradients, read_gradients,
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, Replay, STAMPS, Stamp, new_gradients,
+    read_gradients,
 };
