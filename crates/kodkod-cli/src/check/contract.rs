@@ -1,14 +1,16 @@
 //! The contract of bits, one thing at a time: ranks, splits, knobs, threads, instruction sets, repeats, what was in
-//! memory before, and accumulation.
+//! memory before, accumulation, and the type of gradients.
 
 use std::time::{Duration, Instant};
 
 use kodkod::program::Stream;
-use kodkod::{CpuOptions, Error, ExpertGroup, Isa, Knobs, MoeLayer, Precision, Shape, StallHook, bf16};
+use kodkod::{
+    CpuOptions, Error, ExpertGroup, GradientElement, Isa, Knobs, MoeLayer, Precision, Shape, StallHook, bf16,
+};
 
 use super::cases::{self, Case, Random};
 use super::{Config, Job, Row, gpu, most_ranks, on_gpu, precisions};
-use crate::step::{Step, Values, filled};
+use crate::step::{Gradients, Outputs, Step, Values, filled};
 
 /// One thing that is turned, and all the ways to set it.
 type Dimension = (&'static str, fn(&Case) -> Vec<Config>);
@@ -74,6 +76,19 @@ pub(super) fn configs(case: &Case) -> Vec<Config> {
     dimensions().flat_map(|(_, configs)| configs(case)).chain(rows).collect()
 }
 
+/// The row that runs backwards with gradients in bf16.
+pub(super) const BF16_GRADIENTS: &str = "gradients in bf16: those in f32, rounded once";
+
+/// The ways that it runs them: with ranks and knobs of [`configs`].
+pub(super) fn bf16_configs(case: &Case) -> Vec<Config> {
+    let knobs = [1, 2, 4].into_iter().flat_map(|ranks| {
+        let config = even(case, ranks);
+        [config.clone(), config.clone().rows(128, 128, 0), config.rows(128, 256, 128)]
+    });
+    let ragged = case.splits.iter().filter(|split| split.len() <= 4).map(|split| Config::split(split));
+    knobs.chain(ragged.map(|config| config.rows(128, 128, 0))).collect()
+}
+
 fn even(case: &Case, ranks: usize) -> Config {
     Config::even(case.step.tokens(), ranks)
 }
@@ -124,6 +139,7 @@ pub(super) fn jobs(quick: bool) -> Vec<Job> {
     both(&mut jobs, "case-02 memory full of an earlier call's NaN", poisoned_memory, poisoned_memory);
     both(&mut jobs, "accumulate into zeros", accumulate_zeros, accumulate_zeros);
     both(&mut jobs, "accumulate into a caller's numbers", accumulate, accumulate);
+    both(&mut jobs, BF16_GRADIENTS, bf16_gradients, bf16_gradients);
     jobs.push(Job::new("case-14 identical call 100 times", Some(Precision::Bf16), hundred));
     if on_gpu() {
         jobs.push(Job::new("bits: replays of a CUDA graph", Some(Precision::Bf16), gpu::graphs));
@@ -240,9 +256,7 @@ fn accumulate_zeros<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<
 /// `buffer + gradient`, within the tolerance of f32 sums, with the same bits for any ranks and knobs; an expert
 /// without rows leaves its part of the buffer alone.
 fn accumulate<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T>) {
-    let mut idle = step.clone();
-    idle.ids.iter_mut().filter(|id| **id == 3).for_each(|id| *id = 1);
-    let step = &idle;
+    let step = &without_expert_3(step);
     const START: f32 = 0.75;
     let run = |config: &Config, accumulate| {
         let buffers = filled(&step.shape, START);
@@ -287,6 +301,73 @@ fn accumulate<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T>) {
             row.same_bits(&format!("{config}, accumulating"), &first, &outputs);
         }
     }
+}
+
+/// The step with an expert that has no rows.
+fn without_expert_3<T: kodkod::Element>(step: &Step<T>) -> Step<T> {
+    let mut idle = step.clone();
+    idle.ids.iter_mut().filter(|id| **id == 3).for_each(|id| *id = 1);
+    idle
+}
+
+/// Gradients in bf16 are those in f32 from the same start, rounded once, for any ranks and knobs: overwriting, adding to
+/// what that left, and adding again.
+fn bf16_gradients<T: kodkod::Element>(row: &mut Row, case: &Case, step: &Step<T>) {
+    let step = &without_expert_3(step);
+    let alone = even(case, 1);
+    let mut expected = match backwards::<T, f32>(step, &alone) {
+        Ok(sums) => sums,
+        Err(error) => return row.miss(format!("{alone}, in f32: {error}")),
+    };
+    row.runs += expected.len();
+    for weights in expected.iter_mut().filter_map(|o| o.gradients.as_mut()).map(|g| &mut g.weights) {
+        let rounded = weights.convert::<bf16>().convert::<f32>();
+        let moved =
+            weights.gate.iter().zip(&rounded.gate).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        if moved <= weights.gate.len() / 2 {
+            row.miss(format!("{moved} of {} sums have more bits than bf16: too few", weights.gate.len()));
+        }
+        *weights = rounded;
+    }
+    for config in bf16_configs(case) {
+        match backwards::<T, bf16>(step, &config) {
+            Ok(all) => {
+                row.runs += all.len();
+                for (time, (first, ours)) in expected.iter().zip(&all).enumerate() {
+                    row.same_bits(&format!("{config}, backward {time}"), first, ours);
+                }
+            }
+            Err(error) => row.miss(format!("{config}: {error}")),
+        }
+    }
+}
+
+/// Three backwards of one forward, with gradients of gate, up and down in `G`: the first overwrites NaN, the others add to
+/// what the one before left, rounded to bf16.
+fn backwards<T: kodkod::Element, G: GradientElement>(
+    step: &Step<T>,
+    config: &Config,
+) -> kodkod::Result<Vec<Outputs<T>>> {
+    let layer = MoeLayer::<T>::new(&config.group()?, step.shape.clone(), config.knobs(&step.shape))?;
+    let (routing, weights) = (step.routing(&config.tokens_per_rank)?, step.weights.as_ref());
+    let dy = step.dy.as_deref().unwrap_or_default();
+    let (y, context) = layer.forward(&step.x, &routing, &weights)?;
+    let mut before = filled(&step.shape, f32::NAN).convert::<bf16>();
+    let mut all = Vec::new();
+    for accumulate in [false, true, true] {
+        let mut gradients = before.convert::<G>();
+        let g = gradients.as_mut();
+        let (dx, d_topk_weights) =
+            layer.backward(&context, dy, &step.x, &routing, &weights, g, accumulate)?;
+        before = gradients.convert();
+        all.push(Outputs {
+            y: y.clone(),
+            gradients: Some(Gradients { dx, d_topk_weights, weights: gradients.convert() }),
+            forward: Duration::ZERO,
+            backward: Duration::ZERO,
+        });
+    }
+    Ok(all)
 }
 
 /// A worker takes a task and never finishes it: the call returns within the limit, and names rank, task and counter.

@@ -99,12 +99,12 @@ pub(super) fn compile_named(args: &Args) -> anyhow::Result<ExitCode> {
 fn files(args: &Args) -> Files {
     let wanted = |name: &str| args.filter.as_ref().is_none_or(|text| name.contains(text.as_str()));
     let mut files = BTreeMap::new();
-    let mut add = |case: &Case, configs: Vec<Config>| {
+    let mut add = |case: &Case, configs: Vec<Config>, gradients: Precision| {
         let shape = &case.step.shape;
         for config in configs.into_iter().filter(|c| c.tokens_per_rank.len() <= most_ranks()) {
             // A shape that is not allowed: the row itself will say why.
             let Ok(defines) =
-                CudaLayer::defines(shape, &config.knobs(shape), &config.tokens_per_rank, Precision::F32)
+                CudaLayer::defines(shape, &config.knobs(shape), &config.tokens_per_rank, gradients)
             else {
                 continue;
             };
@@ -117,19 +117,22 @@ fn files(args: &Args) -> Files {
     let count = args.cases.unwrap_or(if args.quick { 10 } else { 40 }) as u64;
     for named in cases::hard(args.quick).into_iter().filter(|named| wanted(&named.name)) {
         let case = (named.build)();
-        add(&case, hostile(&case).into_iter().chain([alone(&case)]).collect());
+        add(&case, hostile(&case).into_iter().chain([alone(&case)]).collect(), Precision::F32);
     }
     for seed in args.seed..args.seed.saturating_add(count) {
         if wanted(&format!("random, seed {seed}")) {
             let case = cases::random(seed);
-            add(&case, hostile(&case).into_iter().chain([alone(&case)]).collect());
+            add(&case, hostile(&case).into_iter().chain([alone(&case)]).collect(), Precision::F32);
         }
     }
     // Rows of the contract share their inputs.
     let contract = contract::jobs(args.quick).iter().any(|job| wanted(&job.name));
     for named in cases::contract().into_iter().filter(|_| contract) {
         let case = (named.build)();
-        add(&case, contract::configs(&case).into_iter().chain([alone(&case)]).collect());
+        add(&case, contract::configs(&case).into_iter().chain([alone(&case)]).collect(), Precision::F32);
+        if wanted(contract::BF16_GRADIENTS) {
+            add(&case, contract::bf16_configs(&case), Precision::Bf16);
+        }
     }
     files
 }
