@@ -45,11 +45,12 @@ impl Knobs {
 
     /// Defaults on a Hopper GPU, from measurement on an H200 (`docs/lab-notes.md`): a minibatch long enough that most
     /// experts' rows lie in one, since a weight gradient is summed a minibatch at a time, and SMs enough to pull rows
-    /// ahead of the products.
+    /// ahead of the products: the fewer FLOPs a row needs, the more; half as many in a backward, which takes twice as long.
     pub fn for_gpu(shape: &Shape) -> Self {
+        let fwd_comm_sms = (12288 / shape.intermediate.max(1)).clamp(4, 10);
         Knobs {
-            fwd_comm_sms: 8,
-            bwd_comm_sms: 8,
+            fwd_comm_sms,
+            bwd_comm_sms: fwd_comm_sms / 2,
             ..Self::for_shape(shape).with_rows(Some(16384), None, None)
         }
     }

@@ -4,22 +4,22 @@
 //!     probe check                 small shapes against the CPU, and the same bits over ranks and knobs
 //!     probe stall                 a task that hangs: an error that names the rank, and the next pass works
 //!     probe graph                 a captured pass, replayed with other inputs and routes
-//!     probe trace SHAPE OUT.json  the tasks of one forward and backward, for Perfetto; and OUT.svg
-//!     probe time [SHAPE ...]      milliseconds and TFLOP/s
+//!     probe once                  one small layer with everything, once: for compute-sanitizer
+//!     probe cold SHAPE            from nothing to the end of a first forward and backward
+//!     probe time [SHAPE ...]      milliseconds and TFLOP/s; gradients in bf16 where GRADIENTS=bf16
 
 use std::error::Error;
 use std::time::{Duration, Instant};
 
 use half::bf16;
 use kodkod_core::{
-    Activation, Biases, GradientElement, Knobs, Precision, Routing, Shape, Shared, SharedWeights, WeightGradients,
-    Weights,
+    Activation, Biases, GradientElement, Knobs, Precision, Routing, Shape, Shared, SharedWeights,
+    WeightGradients, Weights,
 };
 use kodkod_cpu::{CpuGroup, CpuOptions};
 use kodkod_cuda::driver::{Buffer, Device, Event};
-use kodkod_cuda::trace::{chrome_json, svg};
 use kodkod_cuda::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, Stamp, jit, new_gradients, read_gradients,
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, jit, new_gradients, read_gradients,
 };
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -313,7 +313,8 @@ impl<T: GradientElement> OnGpu<T> {
             ("d_w", self.step.d_topk_weights.read()?),
         ];
         let gradients = read_gradients(&self.gradients)?;
-        let widen = |v: Vec<T>| Ok::<_, std::convert::Infallible>(v.into_iter().map(T::to_f32).collect::<Vec<_>>());
+        let widen =
+            |v: Vec<T>| Ok::<_, std::convert::Infallible>(v.into_iter().map(T::to_f32).collect::<Vec<_>>());
         let Ok(gradients) = gradients.try_map(widen, Ok);
         all.extend(gradients.named().into_iter().map(|(name, v)| (name, v.to_vec())));
         Ok(all)
@@ -419,7 +420,9 @@ fn rounds_once(
 ) -> Outcome<bool> {
     let gpu: OnGpu<bf16> = on_gpu(device, c, knobs, split)?;
     let ours = gpu.outcome(|| gpu.passes(false))?;
-    let is_weight = |name: &str| name.starts_with("dw_") || (name.starts_with("d_shared") && !name.ends_with("output_gate"));
+    let is_weight = |name: &str| {
+        name.starts_with("dw_") || (name.starts_with("d_shared") && !name.ends_with("output_gate"))
+    };
     let mut good = true;
     for ((name, a), (_, b)) in ours.iter().zip(in_f32) {
         let round = |v: f32| if is_weight(name) { bf16::from_f32(v).to_f32() } else { v };
@@ -480,6 +483,10 @@ fn graph() -> Outcome {
     for split in [vec![tokens], two] {
         let gpu: OnGpu = on_gpu(&device, &c, &knobs, &split)?;
         let replay = gpu.layer.capture(&gpu.step, &gpu.weights, Some(&gpu.gradients))?;
+        println!("split {split:?}: {:?}", replay.work());
+        if replay.work().others != 0 {
+            return Err("a pass does other things than kernels and fills".into());
+        }
         for routes in [Routes::Distinct, Routes::Holes, Routes::One, Routes::Nowhere, Routes::Distinct] {
             let other = case(&c.shape, tokens, routes, 0.5);
             gpu.step.x.write(&other.x)?;
@@ -501,62 +508,53 @@ fn graph() -> Outcome {
     Ok(())
 }
 
-fn trace<T: GradientElement>(name: &str, out: &str) -> Outcome {
+/// One forward and backward of a small layer with everything, on one rank and on two: for compute-sanitizer.
+fn once() -> Outcome {
     let device = Device::new(0)?;
-    let (_, [h, i, e, k]) = SHAPES.into_iter().find(|s| s.0 == name).ok_or("no such shape")?;
-    let (shape, tokens) = (Shape::new(h, i, e, k), 8192);
-    let c = case(&shape, tokens, Routes::Distinct, 1.0);
-    let mut gpu: OnGpu<T> = on_gpu(&device, &c, &time_knobs(&shape), &[tokens])?;
-    gpu.layer = CudaLayer::traced(&device, &shape, &time_knobs(&shape), &[tokens], T::PRECISION)?;
-    for _ in 0..3 {
-        gpu.layer.clear_stamps()?;
+    let (c, knobs, two) = everything();
+    for split in [vec![two.iter().sum()], two] {
+        let gpu: OnGpu = on_gpu(&device, &c, &knobs, &split)?;
         gpu.passes(false)?;
+        println!("split {split:?}: {:016x}", hash(&gpu.read()?));
     }
-    let stamps = gpu.layer.stamps()?;
-    std::fs::write(out, chrome_json(&stamps))?;
-    std::fs::write(std::path::Path::new(out).with_extension("svg"), svg(&stamps))?;
-    let mut kinds: Vec<_> = stamps.iter().map(|s| s.kind).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
-    let us = |a: u64, b: u64| b.saturating_sub(a) as f64 / 1e3;
-    for kind in kinds {
-        let of: Vec<_> = stamps.iter().filter(|s| s.kind == kind).collect();
-        let mean = |f: &dyn Fn(&Stamp) -> f64| of.iter().map(|s| f(s)).sum::<f64>() / of.len() as f64;
-        let whole = mean(&|s| us(s.begin, s.end));
-        print!("{kind}: {} tasks, {whole:.1} us each, {:.1} ms in all", of.len(), whole * of.len() as f64 / 1e3);
-        if of[0].product > 0 {
-            let [wait, product, epilogue] = [
-                mean(&|s| us(s.begin, s.loaded)),
-                mean(&|s| us(s.loaded, s.product)),
-                mean(&|s| us(s.product, s.end)),
-            ];
-            print!(": {wait:.1} waiting, {product:.1} product, {epilogue:.1} epilogue");
-        }
-        println!();
-    }
-    // Gaps between the tiles of a CTA, within a pass.
-    let mut tiles: Vec<_> = stamps.iter().filter(|s| s.product > 0).collect();
-    tiles.sort_by_key(|s| (s.cta, s.begin));
-    let gaps: Vec<_> = tiles
-        .windows(2)
-        .filter(|w| w[0].cta == w[1].cta && w[1].begin >= w[0].end)
-        .map(|w| us(w[0].end, w[1].begin))
-        .collect();
-    let sum = |v: &[f64]| v.iter().sum::<f64>();
-    println!("gaps between tiles: {:.2} us each, {:.1} ms in all", sum(&gaps) / gaps.len() as f64, sum(&gaps) / 1e3);
-    // Cycles over time, from tile to tile.
-    let both = tiles.windows(2).filter(|w| w[0].cta == w[1].cta && w[0].sm == w[1].sm && w[1].end > w[0].end);
-    let (cycles, ns) =
-        both.fold((0, 0), |(c, t), w| (c + w[1].cycles.saturating_sub(w[0].cycles), t + w[1].end - w[0].end));
-    println!("clock: {:.2} GHz", cycles as f64 / ns as f64);
     Ok(())
 }
 
+/// Time from nothing to the end of a first forward and backward; the copies of inputs and weights apart.
+fn cold(name: &str) -> Outcome {
+    let (_, [h, i, e, k]) = SHAPES.into_iter().find(|s| s.0 == name).ok_or("no such shape")?;
+    let (shape, tokens) = (Shape::new(h, i, e, k), 8192);
+    let c = case(&shape, tokens, Routes::Distinct, 1.0);
+    let mut last = Instant::now();
+    let mut lap = || {
+        let now = Instant::now();
+        let seconds = (now - std::mem::replace(&mut last, now)).as_secs_f32();
+        format!("{seconds:.3} s")
+    };
+    let device = Device::new(0)?;
+    let opened = lap();
+    let step = DeviceStep::new(&shape, &c.x, &c.dy, &c.ids, &c.weights)?;
+    let weights = DeviceWeights::from_host(&c.weights())?;
+    let copied = lap();
+    let gradients = new_gradients::<f32>(&shape)?;
+    let layer = CudaLayer::new(&device, &shape, &time_knobs(&shape), &[tokens], Precision::F32)?;
+    let made = lap();
+    layer.forward(&step, &weights)?;
+    layer.backward(&step, &weights, &gradients, false)?;
+    layer.finish()?;
+    println!("{name}: device {opened}, copies {copied}, layer {made}, passes {}", lap());
+    Ok(())
+}
+
+/// The defaults on a GPU, or what the environment says.
 fn time_knobs(shape: &Shape) -> Knobs {
     let given = |name| std::env::var(name).ok().and_then(|v| v.parse::<usize>().ok());
-    let defaults = Knobs::for_shape(shape).with_rows(given("MB"), given("RING"), given("SAVED"));
-    let comm = given("COMM").unwrap_or(4);
-    Knobs { fwd_comm_sms: comm, bwd_comm_sms: given("BCOMM").unwrap_or(comm), ..defaults }
+    let defaults = Knobs::for_gpu(shape).with_rows(given("MB"), given("RING"), given("SAVED"));
+    Knobs {
+        fwd_comm_sms: given("COMM").unwrap_or(defaults.fwd_comm_sms),
+        bwd_comm_sms: given("BCOMM").unwrap_or(defaults.bwd_comm_sms),
+        ..defaults
+    }
 }
 
 fn time<T: GradientElement>(names: &[String]) -> Outcome {
@@ -628,9 +626,11 @@ fn compile(shard: Option<usize>) -> Outcome {
         if shard.is_some_and(|s| s != index % SHARDS) {
             continue;
         }
-        let [f32, bf16] = [Precision::F32, Precision::Bf16].map(|p| CudaLayer::defines(&shape, &knobs, &tokens, p));
+        let [f32, bf16] =
+            [Precision::F32, Precision::Bf16].map(|p| CudaLayer::defines(&shape, &knobs, &tokens, p));
         let (f32, bf16) = (f32?, bf16?);
-        let all = jit::Source::ALL.map(|source| (source, &f32)).into_iter().chain([(jit::Source::Backward, &bf16)]);
+        let all =
+            jit::Source::ALL.map(|source| (source, &f32)).into_iter().chain([(jit::Source::Backward, &bf16)]);
         for (source, defines) in all {
             let cubin = jit::cubin(source, defines)?;
             for line in cubin.log.lines().filter(|l| l.contains("spill") || l.contains("Perf")) {
@@ -651,8 +651,8 @@ fn main() -> Outcome {
         Some("time") => time::<f32>(&arguments[1..]),
         Some("stall") => stall(),
         Some("graph") => graph(),
-        Some("trace") if arguments.len() == 3 && in_bf16 => trace::<bf16>(&arguments[1], &arguments[2]),
-        Some("trace") if arguments.len() == 3 => trace::<f32>(&arguments[1], &arguments[2]),
-        _ => Err("compile [N], check, stall, graph, trace SHAPE OUT.json, or time [SHAPE ...]".into()),
+        Some("once") => once(),
+        Some("cold") if arguments.len() == 2 => cold(&arguments[1]),
+        _ => Err("compile [N], check, stall, graph, once, cold SHAPE, or time [SHAPE ...]".into()),
     }
 }

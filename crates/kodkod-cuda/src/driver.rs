@@ -157,11 +157,12 @@ impl Stream {
         // SAFETY: the stream is alive; the graph is not used after its executable copy is made.
         unsafe {
             check(sys::cuStreamEndCapture(self.raw, &mut graph), "end a capture")?;
+            let work = graph_work(graph);
             let made = check(sys::cuGraphInstantiateWithFlags(&mut raw, graph, 0), "make a graph");
             check(sys::cuGraphDestroy(graph), "drop a graph")?;
             made?;
+            Ok(Graph { raw, work: work? })
         }
-        Ok(Graph { raw })
     }
 
     /// Makes what follows here wait for an event.
@@ -182,6 +183,45 @@ impl Drop for Stream {
 #[derive(Debug)]
 pub struct Graph {
     raw: sys::CUgraphExec,
+    work: GraphWork,
+}
+
+/// How often a graph does what.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct GraphWork {
+    /// Kernels.
+    pub kernels: usize,
+    /// Fills of memory.
+    pub fills: usize,
+    /// All else that takes time: copies, calls of the host.
+    pub others: usize,
+}
+
+/// # Safety
+/// The graph is alive.
+unsafe fn graph_work(graph: sys::CUgraph) -> Result<GraphWork> {
+    let mut count = 0;
+    // SAFETY: with no room for nodes, only their number is written.
+    check(unsafe { sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut count) }, "count a graph's nodes")?;
+    let mut nodes = vec![ptr::null_mut(); count];
+    // SAFETY: there is room for `count` nodes.
+    check(unsafe { sys::cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count) }, "list a graph's nodes")?;
+    let mut work = GraphWork::default();
+    for node in nodes {
+        use sys::CUgraphNodeType::{
+            CU_GRAPH_NODE_TYPE_EMPTY, CU_GRAPH_NODE_TYPE_KERNEL, CU_GRAPH_NODE_TYPE_MEMSET,
+        };
+        let mut kind = CU_GRAPH_NODE_TYPE_EMPTY;
+        // SAFETY: the node is one of the graph's.
+        check(unsafe { sys::cuGraphNodeGetType(node, &mut kind) }, "ask for a node's type")?;
+        match kind {
+            CU_GRAPH_NODE_TYPE_KERNEL => work.kernels += 1,
+            CU_GRAPH_NODE_TYPE_MEMSET => work.fills += 1,
+            CU_GRAPH_NODE_TYPE_EMPTY => {}
+            _ => work.others += 1,
+        }
+    }
+    Ok(work)
 }
 // SAFETY: the driver locks its graphs.
 unsafe impl Send for Graph {}
@@ -189,6 +229,11 @@ unsafe impl Send for Graph {}
 unsafe impl Sync for Graph {}
 
 impl Graph {
+    /// What it does.
+    pub fn work(&self) -> GraphWork {
+        self.work
+    }
+
     /// Runs the work in a stream.
     ///
     /// # Safety

@@ -12,7 +12,7 @@ use kodkod_core::{
     Weights,
 };
 
-use crate::driver::{Buffer, Device, Event, Graph, Kernel, Module, Parameter, Stream, TensorMap};
+use crate::driver::{Buffer, Device, Event, Graph, GraphWork, Kernel, Module, Parameter, Stream, TensorMap};
 use crate::error::{Error, Result};
 use crate::jit::{self, Source};
 
@@ -154,6 +154,11 @@ pub struct Replay<'a> {
 }
 
 impl Replay<'_> {
+    /// What the passes do: kernels and fills, and nothing else.
+    pub fn work(&self) -> GraphWork {
+        self.graph.work()
+    }
+
     /// Runs them, in the layer's stream.
     pub fn launch(&self) -> Result<()> {
         // SAFETY: the layer and the buffers are borrowed for as long as `self` lives.
