@@ -22,10 +22,10 @@ pub(crate) struct KnobOptions {
     /// Rows of a rank kept for the backward, the others are computed again [default: all]
     #[arg(long, value_name = "ROWS")]
     pub(crate) saved_rows: Option<usize>,
-    /// Workers that look for communication first in a forward [default: 1; 8 on a GPU]
+    /// Workers that look for communication first in a forward [default: 1; 4 to 10 on a GPU, by width]
     #[arg(long, value_name = "N")]
     pub(crate) fwd_comm_sms: Option<usize>,
-    /// Workers that look for communication first in a backward [default: 1; 8 on a GPU]
+    /// Workers that look for communication first in a backward [default: 1; half of the forward's on a GPU]
     #[arg(long, value_name = "N")]
     pub(crate) bwd_comm_sms: Option<usize>,
 }

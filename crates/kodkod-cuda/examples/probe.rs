@@ -45,7 +45,7 @@ struct Check {
 enum Routes {
     /// Distinct experts.
     Distinct,
-    /// Some -1, some experts twice in a token, some weights 0 or negative; the last expert has no rows.
+    /// Some -1 or beyond all experts, some experts twice in a token, some weights 0 or negative; the last expert has no rows.
     Holes,
     /// All to expert 1.
     One,
@@ -177,7 +177,10 @@ impl Random {
             while ids.len() < start + top_k {
                 let id = match kind {
                     Routes::Distinct => self.below(experts) as i32,
-                    Routes::Holes => self.below(experts) as i32 - 1,
+                    Routes::Holes => match self.below(experts) as i32 - 1 {
+                        -1 if self.unit() < 0.5 => experts as i32 + 7,
+                        id => id,
+                    },
                     Routes::One => 1,
                     Routes::Nowhere => -1,
                 };
@@ -336,7 +339,8 @@ fn hash(all: &Named) -> u64 {
 /// What the CPU computes, and each gradient's experts without rows.
 fn on_cpu(c: &Case, tokens: usize) -> Outcome<Named> {
     let cpu = CpuGroup::new(CpuOptions::default())?;
-    let routing = Routing::new(&c.shape, &c.ids, &c.weights, &[tokens])?;
+    let ids: Vec<_> = c.ids.iter().map(|&id| if id < c.shape.experts as i32 { id } else { -1 }).collect();
+    let routing = Routing::new(&c.shape, &ids, &c.weights, &[tokens])?;
     let w = c.weights();
     let (y, saved) = cpu.forward(&c.shape, &Knobs::for_shape(&c.shape), &c.x, &routing, &w)?;
     let mut g = WeightGradients::zeros(&c.shape);

@@ -438,7 +438,7 @@ struct Backward {
                 for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) d[k] = __ldcg(slots + (k0 + k) * VECTORS);
 #pragma unroll
                 for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) {
-                    if (p.ids[t * TOP_K + k0 + k] >= 0) add(d[k]);
+                    if (is_route(p, t * TOP_K + k0 + k)) add(d[k]);
                 }
             }
             if (HAS_OUTPUT_GATE) {
@@ -453,7 +453,7 @@ struct Backward {
                 make_uint4(pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
         }
         for (u32 i = first * TOP_K + threadIdx.x; i < end * TOP_K; i += THREADS) {
-            bool routed = p.ids[i] >= 0;
+            bool routed = is_route(p, i);
             p.d_topk_weights[i] = routed ? __ldcg(p.d_w[rank] + i / TOP_K * SLOTS + i % TOP_K) : 0.0f;
         }
         if (threadIdx.x == 0) tracer.end(p, program::REDUCE_GRAD, 0, chunk, 0);

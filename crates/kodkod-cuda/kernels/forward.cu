@@ -92,7 +92,7 @@ struct Forward {
                 for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) y[k] = __ldcg(slots + (k0 + k) * VECTORS);
 #pragma unroll
                 for (u32 k = 0; k < 8 && k0 + k < TOP_K; k++) {
-                    if (p.ids[t * TOP_K + k0 + k] >= 0) add(y[k], p.factors[rank][t * TOP_K + k0 + k]);
+                    if (is_route(p, t * TOP_K + k0 + k)) add(y[k], p.factors[rank][t * TOP_K + k0 + k]);
                 }
             }
             reinterpret_cast<uint4*>(p.out)[u64(t) * VECTORS + v] =

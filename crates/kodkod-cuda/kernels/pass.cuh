@@ -194,6 +194,9 @@ __device__ __forceinline__ void pull(const PassParams& p, Shared& s, char* stage
     ptx::proxy_fence();
 }
 
+// Of this rank's routes; other ids than experts' are none, as in the schedule.
+__device__ __forceinline__ bool is_route(const PassParams& p, u32 route) { return static_cast<u32>(p.ids[route]) < EXPERTS; }
+
 // sum_i row_i weight_i: lane l adds groups of eight columns l, l + 32, ... in order, then lanes are added pairwise.
 __device__ __forceinline__ float dot_row(const bf16* row, const float* weight) {
     float sum = 0;

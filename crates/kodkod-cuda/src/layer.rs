@@ -88,7 +88,8 @@ pub struct DeviceStep {
     pub x: Buffer<bf16>,
     /// `[tokens, hidden]`
     pub dy: Buffer<bf16>,
-    /// `[tokens, top_k]`
+    /// `[tokens, top_k]`; what is no expert's index, -1 for one, is no route. `Routing::new` refuses others than -1 on the
+    /// host; nothing is refused on the GPU.
     pub ids: Buffer<i32>,
     /// `[tokens, top_k]`
     pub topk_weights: Buffer<f32>,
