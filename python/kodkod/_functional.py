@@ -1,0 +1,360 @@
+"""``kodkod.moe``: checks the arguments, and hands tensors on to the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _kodkod, _ops
+from ._group import ExpertGroup
+
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+OAI_ALPHA = 1.702
+_default_group: list[ExpertGroup] = []
+
+
+class Biases(NamedTuple):
+    """Biases of the routed experts. Computed with in float32."""
+
+    gate: Tensor
+    """[E, I]"""
+    up: Tensor
+    """[E, I]"""
+    down: Tensor
+    """[E, H]"""
+
+
+class Shared(NamedTuple):
+    """The shared experts, taken together: several are one of their total width S."""
+
+    gate: Tensor
+    """[S, H]"""
+    up: Tensor
+    """[S, H]"""
+    down: Tensor
+    """[H, S]"""
+    output_gate: Tensor | None = None
+    """[1, H] or [H]: their output is multiplied by ``sigmoid(x . output_gate)``. Computed with in float32."""
+
+
+class Knobs(NamedTuple):
+    """How a pass is cut into pieces. None of them changes a bit of the result; None is the default."""
+
+    fwd_comm_sms: int | None = None
+    """Workers that look for rows to move first, in a forward."""
+    bwd_comm_sms: int | None = None
+    """The same in a backward."""
+    minibatch_rows: int | None = None
+    """Rows whose communication and arithmetic overlap as a unit: a multiple of 128."""
+    ring_rows: int | None = None
+    """Rows of the buffer that all rows pass through: a multiple of ``minibatch_rows``."""
+    saved_rows: int | None = None
+    """Rows of a rank that are kept for the backward, the others being computed again; the default keeps all."""
+
+
+def moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_gate: Tensor | Sequence[Tensor],
+    w_up: Tensor | Sequence[Tensor] | None,
+    w_down: Tensor | Sequence[Tensor],
+    *,
+    biases: Biases | None = None,
+    shared: Shared | None = None,
+    activation: str = "swiglu",
+    limit: float | None = None,
+    alpha: float | None = None,
+    group: ExpertGroup | None = None,
+    knobs: Knobs | None = None,
+    precision: str | torch.dtype | None = None,
+) -> Tensor:
+    """The mixture-of-experts layer: ``y = shared(x) + sum over k, in order, of w_k expert_k(x)``.
+
+    With N tokens in any leading dimensions, H hidden, E experts, I intermediate, K routes a token, and S the width of the
+    shared experts; H, I and S are multiples of 8::
+
+        g = x W_gate[e]^T + b_gate[e]      u = x W_up[e]^T + b_up[e]
+        expert_e(x) = act(g, u) W_down[e]^T + b_down[e]
+
+    It is differentiable, once, in ``x``, ``topk_weights``, all weights, biases and the output gate. The same inputs give the
+    same bits on every run, for any number of ranks and any knobs.
+
+    A gradient is added to ``parameter.main_grad`` (float32, of the parameter's shape) where the parameter has one, and
+    ``parameter.grad`` stays as it is. The sum begins with what is there, in float32.
+
+    Args:
+        x: [..., H], bfloat16 or float32.
+        topk_ids: [..., K], int32 or int64: the experts of each token; -1 is no route. An expert may come twice.
+        topk_weights: [..., K], any floating dtype; computed with in float32.
+        w_gate: [E, I, H], or a sequence of E tensors [I, H]; where ``w_up`` is None, [E, 2I, H] or [2I, H] each, with the
+            rows of gate before those of up.
+        w_up: as ``w_gate``, or None. Separate tensors are used as they lie; fused ones and sequences are copied.
+        w_down: [E, H, I], or a sequence of E tensors [H, I].
+        biases: of the routed experts. Where ``up`` is None, ``gate`` is [E, 2I].
+        shared: the shared experts. Where ``up`` is None, ``gate`` is [2S, H].
+        activation: ``"swiglu"``, ``silu(g) u``; or ``"swiglu_oai"`` (gpt-oss), ``(u + 1) g sigmoid(alpha g)``.
+        limit: clamps ``g <= limit`` and ``|u| <= limit``; the gradient is zero beyond.
+        alpha: of ``swiglu_oai``; 1.702 by default.
+        group: the ranks that share the experts; one rank on the CPU by default.
+        knobs: how the work is cut into pieces.
+        precision: ``"bf16"``, ``"f32"`` or the dtype: what rows and weights are computed in. Those of another dtype are
+            converted, and ``y`` is converted back to the dtype of ``x``. By default it is the dtype of ``x``, which the weights
+            must have; under autocast it is autocast's, also of ``y``.
+
+    Returns:
+        [..., H], of the dtype of ``x``.
+
+    Raises:
+        TypeError: an argument has a type or dtype that is not allowed.
+        ValueError: an argument has a shape, device or value that is not allowed, ids included. Nothing is computed.
+        kodkod.StalledError: a task waited too long.
+    """
+    _check_tensor("x", x)
+    _check_tensor("topk_ids", topk_ids)
+    _check_tensor("topk_weights", topk_weights)
+    dtype, out_dtype = _precision(x, precision)
+    convert = dtype if precision is not None or dtype != x.dtype else None
+    gate, up = _tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up)
+    down = _tensors("w_down", w_down)
+    names, originals, parts = _shapes(x, topk_ids, topk_weights, (gate, up, down), biases, shared, activation)
+    if x.device.type != "cpu":
+        raise ValueError(f"x is on {x.device}: this version computes on the CPU, cpu is needed")
+
+    main_grads: list[Tensor] = []
+    main_grad_of: list[int] = []
+    weights: list[Tensor] = []
+    for name, weight in zip(names, originals, strict=True):
+        if weight.device != x.device:
+            raise ValueError(f"{name} is on {weight.device}: {x.device} is needed, where x is")
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is not None and weight.requires_grad:
+            _check_main_grad(name, weight, main_grad)
+            main_grad_of.append(len(weights))
+            main_grads.append(main_grad)
+        in_f32 = name.startswith("b_") or name == "shared_output_gate"
+        if not weight.dtype.is_floating_point:
+            raise TypeError(f"{name} is {weight.dtype}: a floating dtype is needed")
+        wanted = torch.float32 if in_f32 else dtype
+        if weight.dtype != wanted:
+            if not in_f32 and convert is None:
+                allowed = f"{dtype} is needed, as x is, or the argument precision"
+                raise TypeError(f"{name} is {weight.dtype}: {allowed}")
+            weight = weight.to(wanted)
+        weights.append(weight if weight.is_contiguous() else weight.contiguous())
+
+    hidden, top_k = x.shape[-1], topk_ids.shape[-1]
+    rows = x if x.dtype == dtype else x.to(dtype)
+    if topk_weights.dtype != torch.float32:
+        topk_weights = topk_weights.to(torch.float32)
+    if knobs is None:
+        knob_values = [-1] * len(Knobs._fields)
+    else:
+        knob_values = [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
+    number = _group_number(group)
+    meta = (parts, main_grad_of, activation, *_activation(activation, limit, alpha), number, knob_values)
+    y = _ops.run(
+        rows.reshape(-1, hidden).contiguous(),
+        topk_ids.reshape(-1, top_k).contiguous(),
+        topk_weights.reshape(-1, top_k).contiguous(),
+        weights,
+        main_grads,
+        meta,
+    ).view(x.shape)
+    return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}: a torch.Tensor is needed")
+
+
+def _tensors(name: str, value: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if not isinstance(value, (Sequence, torch.nn.ParameterList)) or isinstance(value, str):
+        raise TypeError(f"{name} is a {type(value).__name__}: a torch.Tensor or a sequence of them is needed")
+    for i, tensor in enumerate(value):
+        _check_tensor(f"{name}[{i}]", tensor)
+    if len(value) == 0:
+        raise ValueError(f"{name} is empty: one tensor an expert is needed")
+    return value
+
+
+def _precision(x: Tensor, precision: str | torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """What is computed in, and the dtype of ``y``."""
+    if precision is None:
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            out = dtype
+        else:
+            dtype = out = x.dtype
+        if dtype not in DTYPES.values():
+            raise TypeError(f"x is {dtype}: torch.bfloat16 or torch.float32 is needed")
+        return dtype, out
+    dtype = DTYPES.get(precision, precision) if isinstance(precision, str) else precision
+    if dtype not in DTYPES.values():
+        raise ValueError(f"precision is {precision!r}: 'bf16' and 'f32' are allowed")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"x is {x.dtype}: a floating dtype is needed")
+    return dtype, x.dtype
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], text: str) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {text} = {list(shape)}")
+
+
+def _stack(
+    name: str, tensors: Sequence[Tensor], experts: int, shape: tuple[int, int], text: str
+) -> list[tuple[str, Tensor]]:
+    """One tensor of all experts, or one each, with their names."""
+    if len(tensors) == 1 and (tensors[0].dim() == 3 or experts != 1):
+        _expect(name, tensors[0], (experts, *shape), f"[E, {text}]")
+        return [(name, tensors[0])]
+    if len(tensors) != experts:
+        raise ValueError(f"{name} has {len(tensors)} tensors: w_down has {experts}, one an expert is needed")
+    for i, tensor in enumerate(tensors):
+        _expect(f"{name}[{i}]", tensor, shape, f"[{text}]")
+    return [(f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+
+
+def _shapes(
+    x, topk_ids, topk_weights, routed, biases, shared, activation
+) -> tuple[list[str], list[Tensor], list[int]]:
+    """Names and tensors of all weights in order, and the ``parts`` of the operators. The shape of ``w_down`` sets E and I."""
+    if x.dim() == 0:
+        raise ValueError("x has shape []: expected [..., H]")
+    hidden = x.shape[-1]
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids is {topk_ids.dtype}: torch.int32 or torch.int64 is needed")
+    if not topk_weights.dtype.is_floating_point:
+        raise TypeError(f"topk_weights is {topk_weights.dtype}: a floating dtype is needed")
+    if topk_ids.dim() != x.dim() or topk_ids.shape[:-1] != x.shape[:-1]:
+        allowed = f"expected [..., K] with the leading dimensions of x, {list(x.shape[:-1])}"
+        raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}: {allowed}")
+    _expect("topk_weights", topk_weights, tuple(topk_ids.shape), "that of topk_ids")
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: {x.device} is needed, where x is")
+
+    gate, up, down = routed
+    first = down[0]
+    if first.dim() not in (2, 3) or (first.dim() == 3 and len(down) > 1):
+        allowed = "expected [E, H, I], or a sequence of [H, I]"
+        raise ValueError(f"w_down has shape {list(first.shape)}: {allowed}")
+    if first.dim() == 3:
+        experts, intermediate = first.shape[0], first.shape[2]
+    else:
+        experts, intermediate = len(down), first.shape[1]
+    width, text = (intermediate, "I, H") if up else (2 * intermediate, "2I, H")
+    named = [_stack("w_gate", gate, experts, (width, hidden), text)]
+    named.append(_stack("w_up", up, experts, (intermediate, hidden), "I, H") if up else [])
+    named.append(_stack("w_down", down, experts, (hidden, intermediate), "H, I"))
+    # One expert's matrix in a sequence of one is a tensor of one expert.
+    named = [
+        [(n, t.unsqueeze(0) if t.dim() == 2 and len(place) == 1 else t) for n, t in place] for place in named
+    ]
+
+    if biases is None:
+        named += [[], [], []]
+    else:
+        b_gate, b_up, b_down = _fused("b_gate", biases, 3)[:3]
+        for name, tensor, size, text in (
+            ("b_gate", b_gate, intermediate, "[E, I]"),
+            ("b_up", b_up, intermediate, "[E, I]"),
+            ("b_down", b_down, hidden, "[E, H]"),
+        ):
+            _check_tensor(name, tensor)
+            _expect(name, tensor, (experts, size), text)
+            named.append([(name, tensor)])
+    if shared is None:
+        named += [[], [], [], []]
+    else:
+        s_gate, s_up, s_down, *rest = _fused("shared_gate", shared, 3, 4)
+        for name, tensor in (("shared_gate", s_gate), ("shared_up", s_up), ("shared_down", s_down)):
+            _check_tensor(name, tensor)
+        size = s_gate.shape[0] if s_gate.dim() else 0
+        _expect("shared_gate", s_gate, (size, hidden), "[S, H]")
+        _expect("shared_up", s_up, (size, hidden), "[S, H]")
+        _expect("shared_down", s_down, (hidden, size), "[H, S]")
+        named += [[("shared_gate", s_gate)], [("shared_up", s_up)], [("shared_down", s_down)]]
+        output_gate = rest[0] if rest else None
+        if output_gate is None:
+            named.append([])
+        else:
+            _check_tensor("shared_output_gate", output_gate)
+            if output_gate.dim() != 1:
+                _expect("shared_output_gate", output_gate, (1, hidden), "[1, H]")
+            else:
+                _expect("shared_output_gate", output_gate, (hidden,), "[H]")
+            named.append([("shared_output_gate", output_gate)])
+    return (
+        [name for place in named for name, _ in place],
+        [tensor for place in named for _, tensor in place],
+        [len(place) for place in named],
+    )
+
+
+def _fused(name: str, tensors: Sequence[Tensor | None], *counts: int) -> list[Tensor | None]:
+    """Gate and up apart, where they are one tensor."""
+    tensors = list(tensors)
+    if len(tensors) not in counts:
+        argument = "biases" if name == "b_gate" else "shared"
+        raise ValueError(f"{argument} has {len(tensors)} tensors: gate, up, down are needed")
+    if tensors[1] is None:
+        _check_tensor(name, tensors[0])
+        dim = 1 if name == "b_gate" else 0
+        if tensors[0].dim() != 2 or tensors[0].shape[dim] % 2:
+            allowed = "without an up, [E, 2I] is needed" if dim else "without an up, [2S, H] is needed"
+            raise ValueError(f"{name} has shape {list(tensors[0].shape)}: {allowed}")
+        main_grad = getattr(tensors[0], "main_grad", None)
+        tensors[:2] = tensors[0].chunk(2, dim=dim)
+        if main_grad is not None:
+            _check_tensor(f"{name}.main_grad", main_grad)
+            for tensor, half in zip(tensors[:2], main_grad.chunk(2, dim=dim), strict=True):
+                tensor.main_grad = half
+    return tensors
+
+
+def _check_main_grad(name: str, weight: Tensor, main_grad: object) -> None:
+    _check_tensor(f"{name}.main_grad", main_grad)
+    if main_grad.dtype != torch.float32:
+        raise TypeError(f"{name}.main_grad is {main_grad.dtype}: torch.float32 is needed")
+    _expect(f"{name}.main_grad", main_grad, tuple(weight.shape), "that of the parameter")
+    if main_grad.device != weight.device:
+        raise ValueError(f"{name}.main_grad is on {main_grad.device}: {weight.device} is needed")
+
+
+def _activation(name: str, limit: float | None, alpha: float | None) -> tuple[float | None, float]:
+    if name not in ("swiglu", "swiglu_oai"):
+        raise ValueError(f"activation is {name!r}: 'swiglu' and 'swiglu_oai' are allowed")
+    if name == "swiglu" and alpha is not None and alpha != 1.0:
+        raise ValueError(f"alpha is {alpha}: activation 'swiglu' has none, 'swiglu_oai' does")
+    return None if limit is None else float(limit), OAI_ALPHA if alpha is None else float(alpha)
+
+
+def _knob(name: str, value: int | None) -> int:
+    if value is None:
+        return -1
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"knobs.{name} is {value!r}: an int or None is needed")
+    if not 0 <= value < 2**63:
+        raise ValueError(f"knobs.{name} is {value}: it cannot be negative")
+    return value
+
+
+def _group_number(group: ExpertGroup | None) -> int:
+    if group is None:
+        if not _default_group:
+            _default_group.append(ExpertGroup.cpu(1))
+        group = _default_group[0]
+    elif not isinstance(group, ExpertGroup):
+        raise TypeError(f"group is a {type(group).__name__}: a kodkod.ExpertGroup is needed")
+    return group._number
+
+
+StalledError = _kodkod.StalledError

@@ -1,0 +1,303 @@
+"""The layer as operators of torch: ``kodkod::moe`` and its backward, with fake kernels and autograd.
+
+The operators take tensors as the caller stores them: ``weights`` is one flat list, and ``parts`` says how many of its
+tensors each of ten places has:
+
+====  ==============  ==========================================================================================
+0     gate            1 of [E, I, H], or E of [I, H]; without an up, 1 of [E, 2I, H] or E of [2I, H]: gate, then up
+1     up              as gate, or none
+2     down            1 of [E, H, I], or E of [H, I]
+3-5   biases          gate [E, I], up [E, I], down [E, H], in float32
+6-8   shared experts  gate [S, H], up [S, H], down [H, S]
+9     output gate     [1, H], in float32
+====  ==============  ==========================================================================================
+
+In eager mode the kernels are called directly, since the way through the dispatcher costs more than the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from . import _kodkod
+
+PLACES = 10
+# What is neither tensor nor weight: parts, main_grad_of, activation, limit, alpha, group, knobs.
+Meta = tuple[list[int], list[int], str, "float | None", float, int, list[int]]
+
+_library = torch.library.Library("kodkod", "DEF")
+_CONFIG = "str activation, float? limit, float alpha, int group, int[] knobs"
+_INPUTS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weights, int[] parts"
+_library.define(
+    f"moe({_INPUTS}, Tensor[] main_grads, int[] main_grad_of, {_CONFIG}, bool keep) -> (Tensor y, Tensor context)",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.define(
+    f"moe_backward(Tensor dy, Tensor context, {_INPUTS}, {_CONFIG}) -> Tensor[]",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.define(
+    f"moe_backward_into(Tensor dy, Tensor context, {_INPUTS}, Tensor(a!)[] main_grads, int[] main_grad_of, {_CONFIG})"
+    " -> Tensor[]",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+
+def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | None]:
+    """One contiguous tensor a place, gate and up apart; what is stored so already is not copied."""
+    places: list[Tensor | None] = []
+    at = 0
+    for count in parts:
+        if count == 0:
+            places.append(None)
+        elif count == 1:
+            places.append(tensors[at])
+        else:
+            places.append(torch.stack(list(tensors[at : at + count])))
+        at += count
+    if places[1] is None:
+        places[0], places[1] = places[0].chunk(2, dim=1)
+    return [None if place is None else place.contiguous() for place in places]
+
+
+def _scatter(places: list[Tensor | None], parts: Sequence[int]) -> list[Tensor]:
+    """The other way: tensors as ``parts`` stores them, none a view of another."""
+    if parts[1] == 0:
+        places = [torch.cat([places[0], places[1]], dim=1), None, *places[2:]]
+    tensors: list[Tensor] = []
+    for place, count in zip(places, parts, strict=True):
+        if count == 1:
+            tensors.append(place)
+        elif count > 1:
+            tensors.extend(expert.clone() for expert in place.unbind())
+    return tensors
+
+
+def _span(tensor: Tensor | None) -> tuple[int, int] | None:
+    return None if tensor is None else (tensor.data_ptr(), tensor.numel())
+
+
+def _call(x: Tensor, ids: Tensor, topk_weights: Tensor, places: list[Tensor | None], meta: Meta):
+    """The arguments that a forward and a backward of the compiled module share."""
+    _, _, activation, limit, alpha, group, knobs = meta
+    gate, shared = places[0], places[6]
+    experts, intermediate, hidden = gate.shape
+    sizes = (
+        hidden,
+        intermediate,
+        experts,
+        ids.shape[-1],
+        0 if shared is None else shared.shape[0],
+        places[9] is not None,
+        places[3] is not None,
+    )
+    config = (
+        group,
+        sizes,
+        (activation, limit, alpha),
+        [None if knob < 0 else knob for knob in knobs],
+        x.dtype == torch.float32,
+    )
+    inputs = (
+        (x.data_ptr(), x.numel()),
+        (ids.data_ptr(), ids.numel()),
+        ids.dtype == torch.int64,
+        (topk_weights.data_ptr(), topk_weights.numel()),
+        [_span(place) for place in places],
+    )
+    return config, inputs
+
+
+def _forward(
+    x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], meta: Meta, keep: bool
+) -> tuple[Tensor, Tensor]:
+    x, ids, topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
+    places = _gather(weights, meta[0])
+    config, inputs = _call(x, ids, topk_weights, places, meta)
+    y = torch.empty_like(x)
+    capsule = _kodkod.forward(config, inputs, (y.data_ptr(), y.numel()), keep)
+    if capsule is None:
+        return y, torch.empty(0, dtype=torch.int64)
+    return y, torch.utils.dlpack.from_dlpack(capsule)
+
+
+def _backward(
+    dy: Tensor,
+    context: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    topk_weights: Tensor,
+    weights: Sequence[Tensor],
+    main_grads: Sequence[Tensor],
+    meta: Meta,
+) -> list[Tensor]:
+    """``[dx, d_topk_weights, gradient of each weight without a main_grad]``; the other gradients are added to theirs."""
+    x, ids, topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
+    dy = dy.contiguous()
+    parts, main_grad_of = meta[:2]
+    places = _gather(weights, parts)
+    config, inputs = _call(x, ids, topk_weights, places, meta)
+    in_f32 = x.dtype == torch.float32 or len(main_grads) > 0
+    if main_grads:
+        # Sums begin with what is there, as one chain whatever the storage, so a main_grad is gathered, not added to later.
+        begin: list[Tensor] = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        for i, main_grad in zip(main_grad_of, main_grads, strict=True):
+            begin[i] = main_grad
+        gradients = _gather(begin, parts)
+    else:
+        dtype = torch.float32 if in_f32 else torch.bfloat16
+        gradients = [
+            None
+            if p is None
+            else torch.empty_like(p, dtype=dtype if i in (0, 1, 2, 6, 7, 8) else torch.float32)
+            for i, p in enumerate(places)
+        ]
+    dx, d_topk_weights = torch.empty_like(x), torch.empty_like(topk_weights)
+    _kodkod.backward(
+        config,
+        inputs,
+        context.data_ptr(),
+        (dy.data_ptr(), dy.numel()),
+        (dx.data_ptr(), dx.numel()),
+        (d_topk_weights.data_ptr(), d_topk_weights.numel()),
+        [_span(gradient) for gradient in gradients],
+        in_f32,
+        len(main_grads) > 0,
+    )
+    results = _scatter(gradients, parts)
+    for i, main_grad in zip(main_grad_of, main_grads, strict=True):
+        if results[i] is not main_grad:
+            main_grad.copy_(results[i])
+    added = set(main_grad_of)
+    rest = [r.to(w.dtype) for i, (r, w) in enumerate(zip(results, weights, strict=True)) if i not in added]
+    return [dx, d_topk_weights, *rest]
+
+
+def _through_operators(x: Tensor) -> bool:
+    """Whether something looks at the operators that are called: a compiler, a mode, a tensor of another class."""
+    plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    return not plain or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
+class _Moe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, meta, main_grads, x, ids, topk_weights, *weights):
+        parts, main_grad_of, *config = meta
+        if _through_operators(x):
+            with torch._C._AutoDispatchBelowAutograd():
+                y, context = torch.ops.kodkod.moe.default(
+                    x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, True
+                )
+        else:
+            y, context = _forward(x, ids, topk_weights, weights, meta, True)
+        # The accumulators are no inputs of the gradient, and change between a forward and its backward.
+        ctx.meta, ctx.main_grads = meta, main_grads
+        ctx.save_for_backward(x, ids, topk_weights, context, *weights)
+        ctx.mark_non_differentiable(context)
+        ctx.set_materialize_grads(False)
+        return y, context
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        x, ids, topk_weights, context, *weights = ctx.saved_tensors
+        parts, main_grad_of, *config = ctx.meta
+        if dy is None:
+            return (None,) * (5 + len(weights))
+        if not _through_operators(dy):
+            dx, d_topk_weights, *rest = _backward(
+                dy, context, x, ids, topk_weights, weights, ctx.main_grads, ctx.meta
+            )
+        elif main_grad_of:
+            dx, d_topk_weights, *rest = torch.ops.kodkod.moe_backward_into.default(
+                dy, context, x, ids, topk_weights, weights, parts, ctx.main_grads, main_grad_of, *config
+            )
+        else:
+            dx, d_topk_weights, *rest = torch.ops.kodkod.moe_backward.default(
+                dy, context, x, ids, topk_weights, weights, parts, *config
+            )
+        gradients = iter(rest)
+        d_weights = [None if i in main_grad_of else next(gradients) for i in range(len(weights))]
+        return None, None, dx, None, d_topk_weights, *d_weights
+
+
+class _Once(torch.autograd.Function):
+    """Says that a backward has no backward, instead of a gradient that is silently wrong."""
+
+    @staticmethod
+    def forward(ctx, run, *tensors):
+        return tuple(run())
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError("kodkod.moe has no second derivative")
+
+
+def run(
+    x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], main_grads: list[Tensor], meta: Meta
+):
+    """``y`` of checked arguments; ``x`` and ids are [N, H] and [N, K]."""
+    keep = torch.is_grad_enabled() and (
+        x.requires_grad or topk_weights.requires_grad or any(w.requires_grad for w in weights)
+    )
+    if _through_operators(x):
+        parts, main_grad_of, *config = meta
+        return torch.ops.kodkod.moe.default(
+            x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, keep
+        )[0]
+    if keep:
+        return _Moe.apply(meta, main_grads, x, ids, topk_weights, *weights)[0]
+    return _forward(x, ids, topk_weights, weights, meta, False)[0]
+
+
+def _moe_cpu(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
+    *config, keep = config_and_keep
+    return _forward(x, ids, topk_weights, weights, (parts, main_grad_of, *config), keep)
+
+
+def _moe_fake(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, torch.empty(int(config_and_keep[-1]), dtype=torch.int64, device="cpu")
+
+
+def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
+    *config, keep = config_and_keep
+    if keep and torch.is_grad_enabled():
+        return _Moe.apply((parts, main_grad_of, *config), main_grads, x, ids, topk_weights, *weights)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.kodkod.moe.default(
+            x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, keep
+        )
+
+
+def _backward_cpu(dy, context, x, ids, topk_weights, weights, parts, *config):
+    return _backward(dy, context, x, ids, topk_weights, weights, [], (parts, [], *config))
+
+
+def _backward_into_cpu(dy, context, x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config):
+    meta = (parts, main_grad_of, *config)
+    return _backward(dy, context, x, ids, topk_weights, weights, main_grads, meta)
+
+
+def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+
+def _backward_fake(dy, context, x, ids, topk_weights, weights, parts, *config):
+    return _like([x, topk_weights, *weights])
+
+
+def _backward_into_fake(dy, context, x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config):
+    return _like([x, topk_weights, *(w for i, w in enumerate(weights) if i not in main_grad_of)])
+
+
+_library.impl("moe", _moe_cpu, "CPU")
+_library.impl("moe", _moe_autograd, "Autograd")
+_library.impl("moe_backward", _backward_cpu, "CPU")
+_library.impl("moe_backward_into", _backward_into_cpu, "CPU")
+torch.library.register_fake("kodkod::moe", _moe_fake, lib=_library)
+torch.library.register_fake("kodkod::moe_backward", _backward_fake, lib=_library)
+torch.library.register_fake("kodkod::moe_backward_into", _backward_into_fake, lib=_library)

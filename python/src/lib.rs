@@ -1,0 +1,28 @@
+//! The compiled half of the Python package: the layer over plain integers.
+//!
+//! 1. Python hands over addresses and lengths; [`memory`] makes slices of them;
+//! 2. [`groups`] keeps the expert groups of the process, each under a number;
+//! 3. [`pass`] runs a forward or a backward without the interpreter's lock;
+//! 4. [`context`] wraps what a forward leaves for its backward in a DLPack capsule, so that a tensor's life is its own;
+//! 5. [`errors`] turns every error and panic into a Python exception.
+//!
+//! Nothing here knows of torch.
+
+mod context;
+mod errors;
+mod groups;
+mod memory;
+mod pass;
+
+use pyo3::prelude::*;
+
+/// `kodkod._kodkod`: see `_kodkod.pyi`.
+#[pymodule]
+mod _kodkod {
+    #[pymodule_export]
+    use super::errors::StalledError;
+    #[pymodule_export]
+    use super::groups::{group_cpu, group_info, group_memory, group_trim};
+    #[pymodule_export]
+    use super::pass::{backward, forward};
+}

@@ -1,0 +1,256 @@
+//! A forward or a backward of the layer over the caller's memory.
+
+use std::sync::Arc;
+
+use kodkod::{
+    Activation, Biases, Context, Element, Error, ExpertGroup, GradientElement, Knobs, MoeLayer, Result,
+    Routing, Shape, Shared, SharedWeights, WeightGradients, Weights, bf16,
+};
+use pyo3::prelude::*;
+
+use crate::context::{self, Kept};
+use crate::errors::{exception, without_lock};
+use crate::groups::group;
+use crate::memory::{Span, elements, elements_mut};
+
+/// Hidden, intermediate, experts, top-k, shared intermediate (0: none), output gate, biases.
+type Sizes = (usize, usize, usize, usize, usize, bool, bool);
+/// Name, limit, alpha.
+type Act = (String, Option<f32>, f32);
+/// The fields of [`Knobs`] in their order; `None` is the default.
+type KnobValues = [Option<usize>; 5];
+/// Gate, up, down; their biases; the shared gate, up, down and output gate.
+type Parts = [Option<Span>; 10];
+
+/// All but the tensors.
+#[derive(FromPyObject)]
+pub(crate) struct Config(usize, Sizes, Act, KnobValues, bool);
+
+/// A call's inputs: x, ids, whether those are 64-bit, router weights, weights.
+type Inputs = (Span, Span, bool, Span, Parts);
+
+struct Call {
+    group: ExpertGroup,
+    shape: Shape,
+    knobs: Knobs,
+    f32: bool,
+    inputs: Inputs,
+}
+
+impl Call {
+    fn new(py: Python<'_>, config: Config, inputs: Inputs) -> PyResult<Self> {
+        let Config(number, sizes, act, knobs, f32) = config;
+        let (hidden, intermediate, experts, top_k, shared, output_gate, biases) = sizes;
+        let (name, limit, alpha) = act;
+        let activation = match name.as_str() {
+            "swiglu" => Activation::SwiGlu { limit },
+            "swiglu_oai" => Activation::SwiGluOai { alpha, limit },
+            _ => {
+                let error =
+                    Error::invalid("activation", format!("{name:?}"), "swiglu and swiglu_oai are allowed");
+                return Err(exception(&error));
+            }
+        };
+        let shared = (shared > 0).then_some(Shared { intermediate: shared, output_gate });
+        let shape = Shape { hidden, intermediate, experts, top_k, shared, activation, biases };
+        let [fwd_comm_sms, bwd_comm_sms, minibatch, ring, saved] = knobs;
+        let mut knobs = Knobs::for_shape(&shape).with_rows(minibatch, ring, saved);
+        knobs.fwd_comm_sms = fwd_comm_sms.unwrap_or(knobs.fwd_comm_sms);
+        knobs.bwd_comm_sms = bwd_comm_sms.unwrap_or(knobs.bwd_comm_sms);
+        Ok(Call { group: group(py, number)?, shape, knobs, f32, inputs })
+    }
+
+    fn layer<T: Element>(&self) -> Result<MoeLayer<T>> {
+        MoeLayer::new(&self.group, self.shape.clone(), self.knobs)
+    }
+
+    /// # Safety
+    /// As for [`elements`], for all inputs.
+    unsafe fn routing(&self) -> Result<Routing> {
+        let (_, ids, wide, topk_weights, _) = self.inputs;
+        let ranks = self.group.ranks();
+        let split = Routing::even_split(ids.1 / self.shape.top_k.max(1), ranks);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let weights = elements("topk_weights", topk_weights)?;
+            match wide {
+                true => Routing::new(&self.shape, elements::<i64>("topk_ids", ids)?, weights, &split),
+                false => Routing::new(&self.shape, elements::<i32>("topk_ids", ids)?, weights, &split),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`elements`], for all inputs.
+    unsafe fn weights<'a, T>(&self) -> Result<Weights<'a, T>> {
+        let [gate, up, down, b_gate, b_up, b_down, s_gate, s_up, s_down, s_output_gate] = self.inputs.4;
+        // SAFETY: the caller's promise.
+        unsafe {
+            Ok(Weights {
+                gate: elements("w_gate", given("w_gate", gate)?)?,
+                up: elements("w_up", given("w_up", up)?)?,
+                down: elements("w_down", given("w_down", down)?)?,
+                biases: match b_gate {
+                    None => None,
+                    Some(b_gate) => Some(Biases {
+                        gate: elements("b_gate", b_gate)?,
+                        up: elements("b_up", given("b_up", b_up)?)?,
+                        down: elements("b_down", given("b_down", b_down)?)?,
+                    }),
+                },
+                shared: match s_gate {
+                    None => None,
+                    Some(s_gate) => Some(SharedWeights {
+                        gate: elements("shared_gate", s_gate)?,
+                        up: elements("shared_up", given("shared_up", s_up)?)?,
+                        down: elements("shared_down", given("shared_down", s_down)?)?,
+                        output_gate: s_output_gate.map(|g| elements("shared_output_gate", g)).transpose()?,
+                    }),
+                },
+            })
+        }
+    }
+
+    /// # Safety
+    /// As for [`elements`], for all inputs.
+    unsafe fn x<'a, T>(&self) -> Result<&'a [T]> {
+        // SAFETY: the caller's promise.
+        unsafe { elements("x", self.inputs.0) }
+    }
+}
+
+fn given(name: &str, span: Option<Span>) -> Result<Span> {
+    span.ok_or_else(|| Error::invalid(name, "missing", "it goes with the others of its kind"))
+}
+
+/// # Safety
+/// As for [`elements_mut`], for all parts.
+unsafe fn gradients<'a, G>(parts: Parts) -> Result<WeightGradients<&'a mut [G], &'a mut [f32]>> {
+    let [gate, up, down, b_gate, b_up, b_down, s_gate, s_up, s_down, s_output_gate] = parts;
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(WeightGradients {
+            gate: elements_mut("dw_gate", given("dw_gate", gate)?)?,
+            up: elements_mut("dw_up", given("dw_up", up)?)?,
+            down: elements_mut("dw_down", given("dw_down", down)?)?,
+            biases: match b_gate {
+                None => None,
+                Some(b_gate) => Some(Biases {
+                    gate: elements_mut("db_gate", b_gate)?,
+                    up: elements_mut("db_up", given("db_up", b_up)?)?,
+                    down: elements_mut("db_down", given("db_down", b_down)?)?,
+                }),
+            },
+            shared: match s_gate {
+                None => None,
+                Some(s_gate) => Some(SharedWeights {
+                    gate: elements_mut("d_shared_gate", s_gate)?,
+                    up: elements_mut("d_shared_up", given("d_shared_up", s_up)?)?,
+                    down: elements_mut("d_shared_down", given("d_shared_down", s_down)?)?,
+                    output_gate: s_output_gate
+                        .map(|g| elements_mut("d_shared_output_gate", g))
+                        .transpose()?,
+                }),
+            },
+        })
+    }
+}
+
+/// Copies a result to where the caller wants it.
+///
+/// # Safety
+/// As for [`elements_mut`].
+unsafe fn write<T: Copy>(name: &str, values: &[T], to: Span) -> Result<()> {
+    Error::check_len(name, to.1, &[("elements", values.len())])?;
+    // SAFETY: the caller's promise.
+    unsafe { elements_mut(name, to)? }.copy_from_slice(values);
+    Ok(())
+}
+
+/// Writes `y`; with `keep` it returns the DLPack capsule of the context. The spans are the caller's memory, which nobody may
+/// write during the call.
+#[pyfunction]
+pub(crate) fn forward(
+    py: Python<'_>,
+    config: Config,
+    inputs: Inputs,
+    y: Span,
+    keep: bool,
+) -> PyResult<Option<Py<PyAny>>> {
+    fn run<T: Element>(call: &Call, y: Span) -> Result<Context<T>> {
+        // SAFETY: the spans are live tensors of these types: `kodkod._ops` holds them for the call, and `y` is new.
+        unsafe {
+            let (out, context) = call.layer::<T>()?.forward(call.x()?, &call.routing()?, &call.weights()?)?;
+            write("y", &out, y)?;
+            Ok(context)
+        }
+    }
+    let call = Call::new(py, config, inputs)?;
+    let kept = without_lock(py, || {
+        let kept = match call.f32 {
+            true => Kept::F32(run(&call, y)?),
+            false => Kept::Bf16(run(&call, y)?),
+        };
+        Ok(keep.then_some(kept))
+    })?;
+    kept.map(|kept| context::capsule(py, kept)).transpose()
+}
+
+/// Writes or, with `accumulate`, adds all gradients; those of gate, up and down are `f32` if `f32_gradients`, else `bf16`. Where
+/// the context at `context` is gone, the forward runs again.
+#[pyfunction]
+pub(crate) fn backward(
+    py: Python<'_>,
+    config: Config,
+    inputs: Inputs,
+    context: usize,
+    dy: Span,
+    dx: Span,
+    d_topk_weights: Span,
+    weight_gradients: Parts,
+    f32_gradients: bool,
+    accumulate: bool,
+) -> PyResult<()> {
+    fn run<T: Element, G: GradientElement>(
+        call: &Call,
+        kept: Option<&Context<T>>,
+        dy: Span,
+        dx: Span,
+        d_topk_weights: Span,
+        parts: Parts,
+        accumulate: bool,
+    ) -> Result<()> {
+        // SAFETY: the spans are live tensors of these types: `kodkod._ops` holds them for the call, and those that are
+        // written are new, or accumulators that the caller gave for that.
+        unsafe {
+            let (layer, x, routing, weights) =
+                (call.layer::<T>()?, call.x()?, call.routing()?, call.weights()?);
+            let again = match kept {
+                None => Some(layer.forward(x, &routing, &weights)?.1),
+                Some(_) => None,
+            };
+            let context = kept.or(again.as_ref()).expect("one of the two is there");
+            let (dy, gradients) = (elements("dy", dy)?, gradients::<G>(parts)?);
+            let (out, d_w) = layer.backward(context, dy, x, &routing, &weights, gradients, accumulate)?;
+            write("dx", &out, dx)?;
+            write("d_topk_weights", &d_w, d_topk_weights)
+        }
+    }
+    let call = Call::new(py, config, inputs)?;
+    let kept = context::find(context);
+    without_lock(py, || {
+        let (kept_f32, kept_bf16): (Option<&Context<f32>>, Option<&Context<bf16>>) =
+            match kept.as_ref().map(Arc::as_ref) {
+                Some(Kept::F32(context)) => (Some(context), None),
+                Some(Kept::Bf16(context)) => (None, Some(context)),
+                None => (None, None),
+            };
+        let (parts, d_w) = (weight_gradients, d_topk_weights);
+        match (call.f32, f32_gradients) {
+            (true, true) => run::<f32, f32>(&call, kept_f32, dy, dx, d_w, parts, accumulate),
+            (true, false) => run::<f32, bf16>(&call, kept_f32, dy, dx, d_w, parts, accumulate),
+            (false, true) => run::<bf16, f32>(&call, kept_bf16, dy, dx, d_w, parts, accumulate),
+            (false, false) => run::<bf16, bf16>(&call, kept_bf16, dy, dx, d_w, parts, accumulate),
+        }
+    })
+}
