@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use kodkod_core::numerics::Act;
 use kodkod_core::program::{Pass, Program};
 use kodkod_core::schedule::experts_per_rank;
 use kodkod_core::{
@@ -13,10 +12,10 @@ use kodkod_core::{
 
 use crate::Element;
 use crate::gemm::Isa;
+use crate::machine::{Call, Machine, Output, row_widths};
 use crate::memory::{Arena, Buffer};
-use crate::pass::{RankMemory, Shared, TILES, Tasks, Worker};
-use crate::pool::Pool;
-use crate::protocol::{Engine, StallHook};
+use crate::pass::{Shared, Symmetric, TILES};
+use crate::protocol::{StallHook, counters};
 
 /// How a CPU group runs.
 #[derive(Debug, Clone, PartialEq)]
@@ -51,27 +50,60 @@ pub struct CpuGroup {
     machine: Mutex<Machine>,
 }
 
-struct Machine {
-    pool: Pool,
-    workers: Vec<Mutex<Worker>>,
-    /// The ring's `x`, `g`, `u` of each rank, as bytes, and the call that left its rows there.
-    ring: Vec<[Buffer<u8>; 3]>,
-    ring_rows: Vec<[usize; 3]>,
-    ring_holder: Option<u64>,
-}
-
 /// What a forward leaves for its backward: the schedules, and `x`, `g`, `u` of the saved rows.
 pub struct Saved<T> {
-    call: u64,
-    shape: Shape,
-    knobs: Knobs,
-    routing: Routing,
-    schedules: Vec<Schedule>,
-    rows: Vec<[Buffer<T>; 3]>,
+    pub(crate) call: u64,
+    pub(crate) shape: Shape,
+    pub(crate) knobs: Knobs,
+    pub(crate) routing: Routing,
+    /// Of every rank; those of ranks that are other processes without their table.
+    pub(crate) schedules: Vec<Schedule>,
+    /// Of the ranks of this process.
+    pub(crate) rows: Vec<[Buffer<T>; 3]>,
 }
 
-/// Numbers the calls of this process.
+/// Numbers the forwards of this process.
 static CALLS: AtomicU64 = AtomicU64::new(0);
+
+impl<T: Element> Saved<T> {
+    /// Room for the saved rows of a forward, by the programs of the ranks of this process.
+    pub(crate) fn new(
+        arena: &Arc<Arena>,
+        shape: &Shape,
+        knobs: &Knobs,
+        routing: Routing,
+        schedules: Vec<Schedule>,
+        local: &[Program],
+    ) -> Self {
+        let widths = row_widths(shape);
+        let rows = local.iter().map(|p| widths.map(|w| arena.take(p.saved_slot_rows() * w))).collect();
+        let call = CALLS.fetch_add(1, Ordering::Relaxed);
+        Saved { call, shape: shape.clone(), knobs: *knobs, routing, schedules, rows }
+    }
+}
+
+impl CpuOptions {
+    /// The instruction set and the number of threads that these options stand for.
+    pub(crate) fn resolve(&self) -> Result<(Isa, usize)> {
+        if self.ranks == 0 || self.ranks > MOST {
+            return Err(Error::invalid("ranks", self.ranks, format!("1 to {MOST} are allowed")));
+        }
+        if self.threads > MOST {
+            return Err(Error::invalid("threads", self.threads, format!("at most {MOST} are allowed")));
+        }
+        if self.wait_limit.is_zero() {
+            return Err(Error::invalid("wait_limit", "0", "a positive time is needed"));
+        }
+        let available = Isa::available();
+        let isa = self.isa.unwrap_or_else(Isa::best);
+        if !available.contains(&isa) {
+            let names = available.iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
+            return Err(Error::invalid("isa", isa, format!("this CPU has {names}")));
+        }
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        Ok((isa, if self.threads == 0 { cores().min(MOST) } else { self.threads }))
+    }
+}
 
 impl CpuGroup {
     /// Starts the threads.
@@ -79,29 +111,10 @@ impl CpuGroup {
     /// # Errors
     /// [`Error::Invalid`] for an option that is out of range, or an instruction set that this CPU lacks.
     pub fn new(options: CpuOptions) -> Result<Self> {
-        if options.ranks == 0 || options.ranks > MOST {
-            return Err(Error::invalid("ranks", options.ranks, format!("1 to {MOST} are allowed")));
-        }
-        if options.threads > MOST {
-            return Err(Error::invalid("threads", options.threads, format!("at most {MOST} are allowed")));
-        }
-        if options.wait_limit.is_zero() {
-            return Err(Error::invalid("wait_limit", "0", "a positive time is needed"));
-        }
-        let available = Isa::available();
-        let isa = options.isa.unwrap_or_else(Isa::best);
-        if !available.contains(&isa) {
-            let names = available.iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
-            return Err(Error::invalid("isa", isa, format!("this CPU has {names}")));
-        }
-        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = if options.threads == 0 { cores().min(MOST) } else { options.threads };
-        let pool = Pool::new(threads).map_err(|error| {
-            Error::invalid("threads", threads, format!("the system refused one: {error}"))
-        })?;
-        let workers = (0..pool.workers()).map(|_| Mutex::new(Worker::new())).collect();
-        let machine = Machine { pool, workers, ring: vec![], ring_rows: vec![], ring_holder: None };
-        Ok(CpuGroup { isa, threads, options, arena: Arc::default(), machine: Mutex::new(machine) })
+        let (isa, threads) = options.resolve()?;
+        let arena = Arc::<Arena>::default();
+        let machine = Mutex::new(Machine::new(isa, threads, arena.clone())?);
+        Ok(CpuGroup { isa, threads, options, arena, machine })
     }
 
     /// How the group runs.
@@ -146,18 +159,13 @@ impl CpuGroup {
         let schedules: Vec<_> =
             (0..routing.ranks()).map(|rank| Schedule::new(shape, routing, rank)).collect();
         let programs = Program::all(Pass::Forward, shape, knobs, &TILES, routing, &schedules, false);
-        let widths = row_widths(shape);
-        let rows =
-            programs.iter().map(|p| widths.map(|w| self.arena.take(p.saved_slot_rows() * w))).collect();
-        let call = CALLS.fetch_add(1, Ordering::Relaxed);
-        let saved =
-            Saved { call, shape: shape.clone(), knobs: *knobs, routing: routing.clone(), schedules, rows };
+        let saved = Saved::new(&self.arena, shape, knobs, routing.clone(), schedules, &programs);
         let mut y = vec![T::default(); x.len()];
         let mut machine = self.lock();
         // From here on the ring is not what an earlier forward left, also where this one fails.
         machine.ring_holder = None;
         self.run(&mut machine, &saved, &programs, x, &[], weights, &mut y, &mut [], None, false)?;
-        machine.ring_holder = Some(call);
+        machine.ring_holder = Some(saved.call);
         Ok((y, saved))
     }
 
@@ -185,26 +193,13 @@ impl CpuGroup {
             Program::all(Pass::Backward, shape, &saved.knobs, &TILES, routing, &saved.schedules, ring_holds);
         let mut dx = vec![T::default(); x.len()];
         let mut d_w = vec![0.0; routing.weights().len()];
-        let mut sums: Vec<(Vec<f32>, &mut [G])> = Vec::new();
-        let sum_of = |gradient| match G::as_f32(gradient) {
-            Ok(sum) => Shared(sum.as_mut_ptr()),
-            Err(gradient) => {
-                let mut sum = match accumulate {
-                    true => gradient.iter().map(|v| v.to_f32()).collect(),
-                    false => vec![0.0; gradient.len()],
-                };
-                let address = Shared(sum.as_mut_ptr());
-                sums.push((sum, gradient));
-                address
-            }
-        };
+        let mut sums = Vec::new();
+        let sum_of = |gradient| sum_in_f32(gradient, accumulate, &mut sums);
         let gradients = Some(gradients.map(sum_of, |rest: &mut [f32]| Shared(rest.as_mut_ptr())));
         // Rows that are computed again take the place of those that the forward left.
         machine.ring_holder = None;
         self.run(&mut machine, saved, &programs, x, dy, weights, &mut dx, &mut d_w, gradients, accumulate)?;
-        for (sum, gradient) in sums {
-            gradient.iter_mut().zip(sum).for_each(|(to, sum)| *to = G::from_f32(sum));
-        }
+        sums.into_iter().for_each(|(sum, gradient)| round_into(gradient, &sum));
         Ok((dx, d_w))
     }
 
@@ -226,122 +221,72 @@ impl CpuGroup {
         gradients: Option<WeightGradients<Shared<f32>>>,
         accumulate: bool,
     ) -> Result<()> {
-        let shape = &saved.shape;
+        let (shape, routing) = (&saved.shape, &saved.routing);
         let backward = gradients.is_some();
-        machine.fit_ring::<T>(&self.arena, programs, row_widths(shape));
-        let pass: Vec<_> = programs
-            .iter()
-            .enumerate()
-            .map(|(rank, p)| {
-                PassBuffers::new(&self.arena, shape, p, saved.routing.tokens_of(rank).len(), backward)
+        let slots: Vec<_> = (0..programs.len())
+            .map(|rank| {
+                let slots = routing.tokens_of(rank).len() * shape.slots();
+                let d_w = self.arena.take::<f32>(if backward { slots } else { 0 });
+                (self.arena.take::<T>(slots * shape.hidden), d_w)
             })
             .collect();
-        let memory = (0..programs.len()).map(|r| pass[r].memory(&saved.rows[r], &machine.ring[r])).collect();
-        let tasks = Tasks {
-            isa: self.isa,
-            shape,
+        let rows_of = |rank: usize, all: &[T]| {
+            let first = routing.tokens_of(rank).start * shape.hidden;
+            Shared(all.get(first..).map_or(std::ptr::null(), <[T]>::as_ptr).cast_mut())
+        };
+        let symmetric = |rank: usize| Symmetric {
+            x: rows_of(rank, x),
+            dy: rows_of(rank, dy),
+            combine: Shared(slots[rank].0.as_ptr()),
+            d_w: Shared(slots[rank].1.as_ptr()),
+        };
+        // Within the buffers or one past their end: those of a forward have no router gradients.
+        let (out, d_topk_weights) = (out.as_mut_ptr(), d_topk_weights.as_mut_ptr());
+        let output = |rank: usize| {
+            let first = routing.tokens_of(rank).start;
+            Output {
+                rows: Shared(out.wrapping_add(first * shape.hidden)),
+                d_topk_weights: Shared(d_topk_weights.wrapping_add(first * shape.top_k)),
+            }
+        };
+        let zeros: Vec<_> = programs.iter().map(counters).collect();
+        machine.run(Call {
+            options: &self.options,
+            saved,
             programs,
-            schedules: &saved.schedules,
-            routing: &saved.routing,
+            local: 0..programs.len(),
+            symmetric: (0..programs.len()).map(symmetric).collect(),
+            outputs: (0..programs.len()).map(output).collect(),
             weights,
-            x,
-            dy,
-            out: Shared(out.as_mut_ptr()),
-            d_topk_weights: Shared(d_topk_weights.as_mut_ptr()),
             gradients,
             accumulate,
-            memory,
-            act: Act::from(shape.activation),
-        };
-        let comm_workers = if backward { saved.knobs.bwd_comm_sms } else { saved.knobs.fwd_comm_sms };
-        let engine =
-            Engine::new(programs, self.threads, comm_workers, self.options.wait_limit, self.options.stall);
-        let workers = &machine.workers;
-        let outcome = machine.pool.run(&|worker| {
-            let mut own = workers[worker].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            let give_up = GiveUp(&engine);
-            engine.work(worker, |rank, kind| tasks.run(&mut own, rank, kind));
-            std::mem::forget(give_up);
-        });
-        outcome.map_err(Error::Internal)?;
-        engine.into_stalls().map_or(Ok(()), |stalls| Err(Error::Stalled(stalls)))
+            counters: zeros.iter().map(Vec::as_slice).collect(),
+        })
     }
 }
 
-/// Gives the pass up when a task panics, so that no other worker waits for it.
-struct GiveUp<'a, 'b>(&'a Engine<'b>);
-
-impl Drop for GiveUp<'_, '_> {
-    fn drop(&mut self) {
-        self.0.give_up(vec![]);
-    }
-}
-
-impl Machine {
-    /// Makes the ring large enough for `programs`; where it has to grow, what it held is gone.
-    fn fit_ring<T>(&mut self, arena: &Arc<Arena>, programs: &[Program], widths: [usize; 3]) {
-        let needed: Vec<_> = programs
-            .iter()
-            .map(|p| widths.map(|w| (p.kept_slot_rows() - p.saved_slot_rows()) * w * size_of::<T>()))
-            .collect();
-        let fits = self.ring_rows.len() >= needed.len()
-            && needed.iter().zip(&self.ring_rows).all(|(n, have)| n.iter().zip(have).all(|(n, h)| n <= h));
-        if !fits {
-            self.ring.clear();
-            self.ring = needed.iter().map(|n| n.map(|bytes| arena.take(bytes))).collect();
-            self.ring_rows = needed;
+/// Where a gradient is summed: in place where it is `f32`, else in a buffer that is put into `sums` beside it.
+pub(crate) fn sum_in_f32<'a, G: GradientElement>(
+    gradient: &'a mut [G],
+    accumulate: bool,
+    sums: &mut Vec<(Vec<f32>, &'a mut [G])>,
+) -> Shared<f32> {
+    match G::as_f32(gradient) {
+        Ok(sum) => Shared(sum.as_mut_ptr()),
+        Err(gradient) => {
+            let mut sum = match accumulate {
+                true => gradient.iter().map(|v| v.to_f32()).collect(),
+                false => vec![0.0; gradient.len()],
+            };
+            let address = Shared(sum.as_mut_ptr());
+            sums.push((sum, gradient));
+            address
         }
     }
 }
 
-/// What one rank needs in one pass only.
-struct PassBuffers<T> {
-    h: Buffer<T>,
-    dy: Buffer<T>,
-    dg: Buffer<T>,
-    du: Buffer<T>,
-    d_w_parts: Buffer<f32>,
-    combine: Buffer<T>,
-    d_w: Buffer<f32>,
-}
-
-impl<T: Element> PassBuffers<T> {
-    fn new(arena: &Arc<Arena>, shape: &Shape, program: &Program, tokens: usize, backward: bool) -> Self {
-        let [hidden, width, _] = row_widths(shape);
-        let ring = program.ring_slot_rows();
-        let if_backward = |len: usize| if backward { len } else { 0 };
-        PassBuffers {
-            h: arena.take(ring * width),
-            dy: arena.take(if_backward(ring * hidden)),
-            dg: arena.take(if_backward(ring * width)),
-            du: arena.take(if_backward(ring * width)),
-            d_w_parts: arena.take(if_backward(ring * program.max_d_hidden_tiles())),
-            combine: arena.take(tokens * shape.slots() * hidden),
-            d_w: arena.take(if_backward(tokens * shape.slots())),
-        }
-    }
-
-    fn memory(&self, saved: &[Buffer<T>; 3], ring: &[Buffer<u8>; 3]) -> RankMemory<T> {
-        let both = |i: usize| [Shared(saved[i].as_ptr()), Shared(ring[i].as_ptr().cast())];
-        RankMemory {
-            x: both(0),
-            g: both(1),
-            u: both(2),
-            h: Shared(self.h.as_ptr()),
-            dy: Shared(self.dy.as_ptr()),
-            dg: Shared(self.dg.as_ptr()),
-            du: Shared(self.du.as_ptr()),
-            d_w_parts: Shared(self.d_w_parts.as_ptr()),
-            combine: Shared(self.combine.as_ptr()),
-            d_w: Shared(self.d_w.as_ptr()),
-        }
-    }
-}
-
-/// Elements of a row of `x`, `g`, `u` in memory.
-fn row_widths(shape: &Shape) -> [usize; 3] {
-    let width = shape.intermediate.max(shape.shared.map_or(0, |s| s.intermediate));
-    [shape.hidden, width, width]
+pub(crate) fn round_into<G: GradientElement>(gradient: &mut [G], sum: &[f32]) {
+    gradient.iter_mut().zip(sum).for_each(|(to, &sum)| *to = G::from_f32(sum));
 }
 
 impl<T> Saved<T> {

@@ -8,6 +8,7 @@
 
 pub mod gemm;
 mod group;
+mod machine;
 mod memory;
 mod pass;
 mod pool;

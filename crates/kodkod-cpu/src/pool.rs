@@ -49,11 +49,6 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Workers, the caller among them.
-    pub(crate) fn workers(&self) -> usize {
-        self.threads.len() + 1
-    }
-
     /// Runs `job(worker)` on every worker and returns when all have returned; a panic's message is the error.
     /// One job at a time: the caller holds the pool exclusively.
     pub(crate) fn run(&mut self, job: &(dyn Fn(usize) + Sync)) -> Result<(), String> {

@@ -17,7 +17,7 @@ impl<T: Element> Tasks<'_, T> {
     /// # Safety
     /// The block's dy, `g` and `u` are there; its ring slots are free.
     pub(super) unsafe fn d_hidden(&self, worker: &mut Worker, rank: usize, block: u32, tile: u32) {
-        let (hidden, width, memory) = (self.shape.hidden, self.width(), &self.memory[rank]);
+        let (hidden, width, memory) = (self.shape.hidden, self.width(), self.memory(rank));
         let layout = &self.schedules[rank].layout;
         let (expert, m) = (self.expert(rank, layout.expert_of(block)), layout.rows_in(block));
         let (n0, n) = span(tile, TILES.d_hidden_n, expert.width);
@@ -50,7 +50,7 @@ impl<T: Element> Tasks<'_, T> {
     /// # Safety
     /// The block's `dg`, `du` are there; no one else writes these columns of its rows' slots.
     pub(super) unsafe fn d_input(&self, worker: &mut Worker, rank: usize, block: u32, tile: u32) {
-        let (hidden, width, memory) = (self.shape.hidden, self.width(), &self.memory[rank]);
+        let (hidden, width, memory) = (self.shape.hidden, self.width(), self.memory(rank));
         let layout = &self.schedules[rank].layout;
         let (expert, m) = (self.expert(rank, layout.expert_of(block)), layout.rows_in(block));
         let (n0, n) = span(tile, TILES.hidden_n, hidden);
@@ -65,7 +65,7 @@ impl<T: Element> Tasks<'_, T> {
             }
         }
         for (row, source) in self.sources(rank, block).iter().enumerate() {
-            let owner = &self.memory[source.rank as usize];
+            let owner = &self.symmetric[source.rank as usize];
             // SAFETY: a slot has one writer for each of its columns, and tile 0 writes its d_w.
             unsafe {
                 let slot = owner.combine.slice_mut(source.slot as usize * hidden + n0, n);
@@ -89,11 +89,11 @@ impl<T: Element> Tasks<'_, T> {
         // SAFETY: the sums and the dy row are written, and read only from here on.
         unsafe {
             let mut sum = 0.0;
-            for part in self.memory[rank].d_w_parts.slice(ring_row * parts, tiles) {
+            for part in self.memory(rank).d_w_parts.slice(ring_row * parts, tiles) {
                 sum += part;
             }
             if let Some((_, _, down)) = expert.biases {
-                sum += rows::dot_row(self.isa, self.memory[rank].dy.slice(ring_row * hidden, hidden), down);
+                sum += rows::dot_row(self.isa, self.memory(rank).dy.slice(ring_row * hidden, hidden), down);
             }
             sum
         }
@@ -111,7 +111,7 @@ impl<T: Element> Tasks<'_, T> {
         tile_n: usize,
         first: bool,
     ) {
-        let (hidden, width, memory) = (self.shape.hidden, self.width(), &self.memory[rank]);
+        let (hidden, width, memory) = (self.shape.hidden, self.width(), self.memory(rank));
         let layout = &self.schedules[rank].layout;
         let (local, block) = (run.expert as usize, run.block);
         let expert = self.expert(rank, local);
@@ -181,7 +181,7 @@ impl<T: Element> Tasks<'_, T> {
                     Weight::Gate => biases.gate,
                     _ => biases.up,
                 };
-                let sum = bias.slice_mut((rank * layout.routed + local) * total_m + m0, m);
+                let sum = bias.slice_mut(self.place_of(rank, local) * total_m + m0, m);
                 if !goes_on {
                     sum.fill(0.0);
                 }
@@ -222,7 +222,7 @@ impl<T: Element> Tasks<'_, T> {
             _ => gradients.up,
         };
         // SAFETY: the expert is one of the layer's.
-        Shared(unsafe { all.at((rank * routed + local) * self.shape.intermediate * self.shape.hidden) })
+        Shared(unsafe { all.at(self.place_of(rank, local) * self.shape.intermediate * self.shape.hidden) })
     }
 
     /// # Safety
@@ -241,7 +241,7 @@ impl<T: Element> Tasks<'_, T> {
             }
             match &gradients.biases {
                 Some(biases) if local < routed => {
-                    let e = rank * routed + local;
+                    let e = self.place_of(rank, local);
                     biases.gate.slice_mut(e * expert.width, expert.width).fill(0.0);
                     biases.up.slice_mut(e * expert.width, expert.width).fill(0.0);
                     biases.down.slice_mut(e * self.shape.hidden, self.shape.hidden).fill(0.0);
@@ -260,13 +260,14 @@ impl<T: Element> Tasks<'_, T> {
     /// All ranks have pushed.
     pub(super) unsafe fn reduce_grad(&self, worker: &mut Worker, rank: usize, chunk: u32) {
         let (hidden, slots, top_k) = (self.shape.hidden, self.shape.slots(), self.shape.top_k);
-        let (tokens, memory) = (self.routing.tokens_of(rank), &self.memory[rank]);
+        let tokens = self.routing.tokens_of(rank);
+        let (memory, symmetric) = (self.memory(rank), &self.symmetric[rank]);
         let first = chunk as usize * REDUCE_TOKENS;
         for local in first..(first + REDUCE_TOKENS).min(tokens.len()) {
             let token = tokens.start + local;
             let sum = worker.row(hidden);
             // SAFETY: all pushes are done, so a slot of a route is written and read only.
-            let slot = |k: usize| unsafe { memory.combine.slice((local * slots + k) * hidden, hidden) };
+            let slot = |k: usize| unsafe { symmetric.combine.slice((local * slots + k) * hidden, hidden) };
             if self.shape.shared.is_some() {
                 rows::add(self.isa, sum, slot(top_k));
             }
@@ -277,18 +278,18 @@ impl<T: Element> Tasks<'_, T> {
                 }
                 // SAFETY: a route's gradient is this task's alone; d_w of a route is written.
                 unsafe {
-                    let d_w = if routed { *memory.d_w.at(local * slots + k) } else { 0.0 };
-                    *self.d_topk_weights.at(token * top_k + k) = d_w;
+                    let d_w = if routed { *symmetric.d_w.at(local * slots + k) } else { 0.0 };
+                    *memory.d_topk_weights.at(local * top_k + k) = d_w;
                 }
             }
             if let Some(gate) = self.weights.shared.and_then(|s| s.output_gate) {
                 let source = Source { rank: rank as u32, slot: (local * slots + top_k) as u32 };
                 // SAFETY: every token passes the shared experts, so the slot is written.
-                let d_gate = unsafe { *memory.d_w.at(local * slots + top_k) };
+                let d_gate = unsafe { *symmetric.d_w.at(local * slots + top_k) };
                 rows::add_scaled(self.isa, sum, gate_slope(d_gate, self.factor(&source)), gate);
             }
             // SAFETY: a token's gradient is this task's alone.
-            let dx = unsafe { self.out.slice_mut(token * hidden, hidden) };
+            let dx = unsafe { memory.out.slice_mut(local * hidden, hidden) };
             rows::store(self.isa, sum, None, dx);
         }
     }

@@ -10,7 +10,7 @@ impl<T: Element> Tasks<'_, T> {
     /// # Safety
     /// The block's x rows are there, and its slots of `g`, `u`, `h` are free.
     pub(super) unsafe fn gate_up(&self, worker: &mut Worker, rank: usize, block: u32, tile: u32) {
-        let (hidden, width, memory) = (self.shape.hidden, self.width(), &self.memory[rank]);
+        let (hidden, width, memory) = (self.shape.hidden, self.width(), self.memory(rank));
         let layout = &self.schedules[rank].layout;
         let (expert, m) = (self.expert(rank, layout.expert_of(block)), layout.rows_in(block));
         let (n0, n) = span(tile, TILES.gate_up_n, expert.width);
@@ -50,7 +50,7 @@ impl<T: Element> Tasks<'_, T> {
         let (gemm, acc, _) = worker.accumulators(m * n); // [m, n]
         // SAFETY: h holds m rows of the block; the weight n rows from n0 on; the accumulator is m x n.
         unsafe {
-            let h = self.memory[rank].h.at(self.ring_row(rank, block, 0) * width); // [m, width]
+            let h = self.memory(rank).h.at(self.ring_row(rank, block, 0) * width); // [m, width]
             let w = expert.down[n0 * expert.width..].as_ptr(); // [n, expert.width]
             let k = expert.width;
             gemm_nt(self.isa, gemm, m, n, k, h, width, w, k, acc.as_mut_ptr(), n, false);
@@ -59,7 +59,7 @@ impl<T: Element> Tasks<'_, T> {
         for (row, source) in self.sources(rank, block).iter().enumerate() {
             // SAFETY: a slot has one writer for each of its columns.
             let slot = unsafe {
-                self.memory[source.rank as usize].combine.slice_mut(source.slot as usize * hidden + n0, n)
+                self.symmetric[source.rank as usize].combine.slice_mut(source.slot as usize * hidden + n0, n)
             };
             rows::store(self.isa, &acc[row * n..][..n], bias, slot);
         }
@@ -75,10 +75,11 @@ impl<T: Element> Tasks<'_, T> {
             let token = tokens.start + local;
             let sum = worker.row(hidden);
             // SAFETY: all pushes are done, so a slot of a route is written and read only.
-            let slot =
-                |k: usize| unsafe { self.memory[rank].combine.slice((local * slots + k) * hidden, hidden) };
+            let slot = |k: usize| unsafe {
+                self.symmetric[rank].combine.slice((local * slots + k) * hidden, hidden)
+            };
             if self.shape.shared.is_some() {
-                rows::add_scaled(self.isa, sum, self.output_gate(token), slot(top_k));
+                rows::add_scaled(self.isa, sum, self.output_gate(rank, local), slot(top_k));
             }
             for k in 0..top_k {
                 if self.routing.ids()[token * top_k + k] >= 0 {
@@ -86,7 +87,7 @@ impl<T: Element> Tasks<'_, T> {
                 }
             }
             // SAFETY: a token's output is this task's alone.
-            let y = unsafe { self.out.slice_mut(token * hidden, hidden) };
+            let y = unsafe { self.memory(rank).out.slice_mut(local * hidden, hidden) };
             rows::store(self.isa, sum, None, y);
         }
     }

@@ -1,4 +1,4 @@
-//! One forward or backward over all ranks: what every task of a program does with real numbers.
+//! One forward or backward: what every task of a program does with real numbers.
 //!
 //! [`Tasks`] holds the addresses of everything a task may touch. Its methods are called by many workers at once and
 //! write through raw pointers: which task may touch what, and when, is settled by the program's counters, which the
@@ -67,7 +67,19 @@ impl<T> Shared<T> {
     }
 }
 
-/// One rank's symmetric memory; `width` is the larger of the routed and shared intermediate widths.
+/// What other ranks read and write of a rank.
+pub(crate) struct Symmetric<T> {
+    /// `[local tokens, hidden]`, only read.
+    pub(crate) x: Shared<T>,
+    /// `[local tokens, hidden]`, only read, and only in a backward.
+    pub(crate) dy: Shared<T>,
+    /// `y_k` in a forward, `dx_k` in a backward: `[local tokens, slots, hidden]`
+    pub(crate) combine: Shared<T>,
+    /// `[local tokens, slots]`, only in a backward.
+    pub(crate) d_w: Shared<f32>,
+}
+
+/// What only a rank's own tasks touch; `width` is the larger of the routed and shared intermediate widths.
 pub(crate) struct RankMemory<T> {
     /// `[saved slot rows, hidden]`, and the ring's part of it.
     pub(crate) x: [Shared<T>; 2],
@@ -85,10 +97,10 @@ pub(crate) struct RankMemory<T> {
     pub(crate) du: Shared<T>,
     /// Sums of `dh' h` over each tile: `[ring slot rows, most inner tiles]`
     pub(crate) d_w_parts: Shared<f32>,
-    /// `y_k` in a forward, `dx_k` in a backward: `[local tokens, slots, hidden]`
-    pub(crate) combine: Shared<T>,
-    /// `[local tokens, slots]`
-    pub(crate) d_w: Shared<f32>,
+    /// `y` or `dx`: `[local tokens, hidden]`
+    pub(crate) out: Shared<T>,
+    /// `[local tokens, top_k]`, only in a backward.
+    pub(crate) d_topk_weights: Shared<f32>,
 }
 
 /// Everything the tasks of a pass touch.
@@ -98,17 +110,16 @@ pub(crate) struct Tasks<'a, T> {
     pub(crate) programs: &'a [Program],
     pub(crate) schedules: &'a [Schedule],
     pub(crate) routing: &'a Routing,
+    /// Of the experts of the local ranks.
     pub(crate) weights: &'a Weights<'a, T>,
-    /// `[tokens, hidden]`, read by the ranks that pull from it.
-    pub(crate) x: &'a [T],
-    /// `[tokens, hidden]`; empty in a forward.
-    pub(crate) dy: &'a [T],
-    /// `y` or `dx`: `[tokens, hidden]`
-    pub(crate) out: Shared<T>,
-    /// `[tokens, top_k]`
-    pub(crate) d_topk_weights: Shared<f32>,
+    /// Of the experts of the local ranks.
     pub(crate) gradients: Option<WeightGradients<Shared<f32>>>,
     pub(crate) accumulate: bool,
+    /// Of every rank.
+    pub(crate) symmetric: Vec<Symmetric<T>>,
+    /// The first rank whose tasks run here.
+    pub(crate) first_local: usize,
+    /// Of the local ranks.
     pub(crate) memory: Vec<RankMemory<T>>,
     pub(crate) act: Act,
 }
@@ -184,25 +195,33 @@ impl<'a, T: Element> Tasks<'a, T> {
     unsafe fn pull(&self, rank: usize, block: u32, source: u32, grad: bool) {
         let (hidden, slots) = (self.shape.hidden, self.shape.slots());
         let schedule = &self.schedules[rank];
-        let first_token = self.routing.tokens_of(source as usize).start;
+        let from = &self.symmetric[source as usize];
+        let from = if grad { from.dy } else { from.x };
+        let memory = self.memory(rank);
         let first_row = block as usize * ROW_BLOCK;
         for row in schedule.rows_from(block, source) {
-            let token = first_token + schedule.sources[row].slot as usize / slots;
-            let from = &(if grad { self.dy } else { self.x })[token * hidden..][..hidden];
-            // SAFETY: the row is this task's alone, and its slot is free.
+            let token = schedule.sources[row].slot as usize / slots;
+            // SAFETY: the row is this task's alone, and its slot is free; nobody writes x or dy during a pass.
             unsafe {
                 let to = match grad {
-                    true => self.memory[rank]
-                        .dy
-                        .slice_mut(self.ring_row(rank, block, row - first_row) * hidden, hidden),
+                    true => memory.dy.slice_mut(self.ring_row(rank, block, row - first_row) * hidden, hidden),
                     false => {
                         let (part, at) = self.kept_row(rank, block, row - first_row);
-                        self.memory[rank].x[part].slice_mut(at * hidden, hidden)
+                        memory.x[part].slice_mut(at * hidden, hidden)
                     }
                 };
-                to.copy_from_slice(from);
+                to.copy_from_slice(from.slice(token * hidden, hidden));
             }
         }
+    }
+
+    fn memory(&self, rank: usize) -> &RankMemory<T> {
+        &self.memory[rank - self.first_local]
+    }
+
+    /// Where a local expert stands among those whose weights are here.
+    fn place_of(&self, rank: usize, local: usize) -> usize {
+        (rank - self.first_local) * self.schedules[rank].layout.routed + local
     }
 
     fn expert(&self, rank: usize, local: usize) -> Expert<'a, T> {
@@ -212,7 +231,7 @@ impl<'a, T: Element> Tasks<'a, T> {
             let width = shared.gate.len() / hidden;
             return Expert { width, gate: shared.gate, up: shared.up, down: shared.down, biases: None };
         }
-        let (width, expert) = (self.shape.intermediate, rank * layout.routed + local);
+        let (width, expert) = (self.shape.intermediate, self.place_of(rank, local));
         let part = |all: &'a [T]| &all[expert * width * hidden..][..width * hidden];
         let weights = self.weights;
         let biases = weights.biases.map(|b| {
@@ -249,15 +268,20 @@ impl<'a, T: Element> Tasks<'a, T> {
     /// The factor of a row's output: its router weight, or the shared experts' output gate of its token.
     fn factor(&self, source: &Source) -> f32 {
         let (slots, top_k) = (self.shape.slots(), self.shape.top_k);
-        let token = self.routing.tokens_of(source.rank as usize).start + source.slot as usize / slots;
-        let k = source.slot as usize % slots;
-        if k < top_k { self.routing.weights()[token * top_k + k] } else { self.output_gate(token) }
+        let (token, k) = (source.slot as usize / slots, source.slot as usize % slots);
+        let rank = source.rank as usize;
+        match k < top_k {
+            true => self.routing.weights()[(self.routing.tokens_of(rank).start + token) * top_k + k],
+            false => self.output_gate(rank, token),
+        }
     }
 
-    /// `sigmoid(x . w_output_gate)`, or 1 where there is no output gate.
-    fn output_gate(&self, token: usize) -> f32 {
-        let gate = self.weights.shared.and_then(|s| s.output_gate);
-        let row = || &self.x[token * self.shape.hidden..][..self.shape.hidden];
-        gate.map_or(1.0, |gate| kodkod_core::numerics::sigmoid(rows::dot_row(self.isa, row(), gate)))
+    /// `sigmoid(x . w_output_gate)` of a token of a rank, or 1 where there is no output gate.
+    fn output_gate(&self, rank: usize, token: usize) -> f32 {
+        let Some(gate) = self.weights.shared.and_then(|s| s.output_gate) else { return 1.0 };
+        let hidden = self.shape.hidden;
+        // SAFETY: the token is one of the rank's, and nobody writes x during a pass.
+        let row = unsafe { self.symmetric[rank].x.slice(token * hidden, hidden) };
+        kodkod_core::numerics::sigmoid(rows::dot_row(self.isa, row, gate))
     }
 }

@@ -1,11 +1,15 @@
-//! Runs the programs of all ranks on any number of workers.
+//! Runs the programs of this process's ranks, all of them or one, on any number of workers.
 //!
 //! A worker looks at the next ticket of each rank's streams, takes the first whose waits hold, runs it, adds to the
 //! counters that it arrives at, and wakes whoever sleeps. A worker that finds none sleeps. Nothing spins.
 //!
+//! Where ranks are processes, counters lie in memory that they share. An arrival at a rank of another process rings
+//! there, and whoever listens in that process calls [`Engine::heard`].
+//!
 //! Ordering: an arrival is a read-modify-write with release, a wait is a load with acquire, so what a task wrote is
 //! seen by every task that waited for it. Claims carry no data and are relaxed.
 
+use std::ops::Range;
 use std::sync::Mutex as StdMutex;
 use std::time::{Duration, Instant};
 
@@ -26,10 +30,22 @@ pub struct StallHook {
     pub ticket: u64,
 }
 
+/// Tells the process of another rank that one of its counters has changed.
+pub(crate) type Ring<'a> = &'a (dyn Fn(usize) + Sync);
+
+/// The counters of a program, all zero.
+pub(crate) fn counters(program: &Program) -> Vec<AtomicU32> {
+    (0..program.counters()).map(|_| AtomicU32::new(0)).collect()
+}
+
 /// One pass in progress.
 pub(crate) struct Engine<'a> {
     programs: &'a [Program],
-    counters: Vec<Vec<AtomicU32>>,
+    /// The ranks whose tasks run here.
+    local: Range<usize>,
+    /// Of every rank; of those that are not local, the counters that other ranks arrive at are enough.
+    counters: Vec<&'a [AtomicU32]>,
+    ring: Option<Ring<'a>>,
     next: Vec<[AtomicU64; 2]>,
     state: Mutex<State>,
     wake: Condvar,
@@ -46,7 +62,9 @@ pub(crate) struct Engine<'a> {
 }
 
 struct State {
-    /// Tasks finished: a worker that saw it before it looked, and sees it again, has missed nothing.
+    /// Tasks finished and rings heard: a worker that saw it before it looked, and sees it again, has missed nothing.
+    events: u64,
+    /// Tasks finished.
     finished: u64,
     sleepers: usize,
     given_up: Option<Vec<Stall>>,
@@ -62,6 +80,9 @@ enum Claim {
 impl<'a> Engine<'a> {
     pub(crate) fn new(
         programs: &'a [Program],
+        local: Range<usize>,
+        counters: Vec<&'a [AtomicU32]>,
+        ring: Option<Ring<'a>>,
         workers: usize,
         comm_workers: usize,
         limit: Duration,
@@ -70,12 +91,11 @@ impl<'a> Engine<'a> {
         let last = |s: &StallHook| programs.get(s.rank).map_or(0, |p| p.tickets(s.stream).saturating_sub(1));
         Engine {
             programs,
-            counters: programs
-                .iter()
-                .map(|p| (0..p.counters()).map(|_| AtomicU32::new(0)).collect())
-                .collect(),
+            local,
+            counters,
+            ring,
             next: programs.iter().map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
-            state: Mutex::new(State { finished: 0, sleepers: 0, given_up: None }),
+            state: Mutex::new(State { events: 0, finished: 0, sleepers: 0, given_up: None }),
             wake: Condvar::new(),
             limit,
             comm_workers,
@@ -94,7 +114,7 @@ impl<'a> Engine<'a> {
                 if state.given_up.is_some() {
                     return;
                 }
-                state.finished
+                state.events
             };
             match self.claim(worker) {
                 Claim::Task(rank, task) => {
@@ -102,16 +122,33 @@ impl<'a> Engine<'a> {
                     execute(rank, &task.kind);
                     task.arrives.iter().flatten().for_each(|arrive| self.arrive(rank, arrive));
                     self.note_running(worker, None);
-                    let mut state = self.state.lock().expect("no holder of this lock panics");
-                    state.finished += 1;
-                    if state.sleepers > 0 {
-                        self.wake.notify_all();
-                    }
+                    self.tell(1);
                 }
                 Claim::Finished => return,
                 Claim::Blocked => self.sleep(seen),
                 Claim::Stall => self.sleep_until_given_up(),
             }
+        }
+    }
+
+    /// Another process has done something that a task here may wait for.
+    #[cfg_attr(test, allow(dead_code, reason = "the model checker has no use for it"))]
+    pub(crate) fn heard(&self) {
+        self.tell(0);
+    }
+
+    /// Tasks finished so far.
+    #[cfg_attr(test, allow(dead_code, reason = "the model checker has no use for it"))]
+    pub(crate) fn finished(&self) -> u64 {
+        self.state.lock().expect("no holder of this lock panics").finished
+    }
+
+    fn tell(&self, finished: u64) {
+        let mut state = self.state.lock().expect("no holder of this lock panics");
+        state.finished += finished;
+        state.events += 1;
+        if state.sleepers > 0 {
+            self.wake.notify_all();
         }
     }
 
@@ -129,15 +166,14 @@ impl<'a> Engine<'a> {
     }
 
     fn claim(&self, worker: usize) -> Claim {
-        let ranks = self.programs.len();
         let streams = match worker < self.comm_workers {
             true => [Stream::Comm, Stream::Compute],
             false => [Stream::Compute, Stream::Comm],
         };
         let mut left = false;
         for stream in streams {
-            for i in 0..ranks {
-                let rank = (worker + i) % ranks;
+            for i in 0..self.local.len() {
+                let rank = self.local.start + (worker + i) % self.local.len();
                 let (program, next) = (&self.programs[rank], &self.next[rank][stream as usize]);
                 loop {
                     let ticket = next.load(Ordering::Relaxed);
@@ -181,17 +217,22 @@ impl<'a> Engine<'a> {
             Arrive::Here(counter) => {
                 self.counter(rank, counter).fetch_add(1, Ordering::Release);
             }
-            Arrive::At { rank, counter } => {
-                self.counter(rank as usize, counter).fetch_add(1, Ordering::Release);
-            }
+            Arrive::At { rank, counter } => self.arrive_at(rank as usize, counter),
             Arrive::Pushed { total } => {
                 // Acquire too: the last arrival passes on what the ones before it wrote.
                 if self.counter(rank, Counter::Pushed).fetch_add(1, Ordering::AcqRel) + 1 == total {
-                    for peer in 0..self.programs.len() {
-                        self.counter(peer, Counter::Done).fetch_add(1, Ordering::Release);
-                    }
+                    (0..self.programs.len()).for_each(|peer| self.arrive_at(peer, Counter::Done));
                 }
             }
+        }
+    }
+
+    fn arrive_at(&self, rank: usize, counter: Counter) {
+        self.counter(rank, counter).fetch_add(1, Ordering::Release);
+        if let Some(ring) = self.ring
+            && !self.local.contains(&rank)
+        {
+            ring(rank);
         }
     }
 
@@ -199,16 +240,16 @@ impl<'a> Engine<'a> {
         &self.counters[rank][self.programs[rank].place(counter)]
     }
 
-    /// Sleeps until another task is finished; gives the pass up where none is within the limit.
+    /// Sleeps until something has happened since `seen`; gives the pass up where nothing does within the limit.
     fn sleep(&self, seen: u64) {
         let asleep = Instant::now();
         let mut state = self.state.lock().expect("no holder of this lock panics");
-        while state.finished == seen && state.given_up.is_none() {
+        while state.events == seen && state.given_up.is_none() {
             state.sleepers += 1;
             let (guard, notified) = wait_for(&self.wake, state, self.limit);
             state = guard;
             state.sleepers -= 1;
-            if !notified && state.finished == seen && asleep.elapsed() >= self.limit {
+            if !notified && state.events == seen && asleep.elapsed() >= self.limit {
                 drop(state);
                 return self.give_up(self.stalls(asleep.elapsed()));
             }
@@ -228,8 +269,8 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// One entry a rank: a task that it has taken and not finished, else the first that it cannot start, else its end.
-    fn stalls(&self, waited: Duration) -> Vec<Stall> {
+    /// One entry a local rank: a task that it has taken and not finished, else the first that it cannot start, else its end.
+    pub(crate) fn stalls(&self, waited: Duration) -> Vec<Stall> {
         let running = self.running.lock().expect("no holder of this lock panics").clone();
         let entry = |rank: usize| {
             let program = &self.programs[rank];
@@ -263,7 +304,7 @@ impl<'a> Engine<'a> {
             };
             unfinished().or(blocked).unwrap_or_else(end)
         };
-        (0..self.programs.len()).map(entry).collect()
+        self.local.clone().map(entry).collect()
     }
 
     fn note_running(&self, worker: usize, task: Option<(usize, Task)>) {

@@ -5,5 +5,5 @@ mod engine;
 mod model;
 mod sync;
 
-pub(crate) use engine::Engine;
 pub use engine::StallHook;
+pub(crate) use engine::{Engine, counters};

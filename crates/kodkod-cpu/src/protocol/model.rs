@@ -34,7 +34,7 @@ mod sync {
 #[allow(clippy::duplicate_mod, reason = "compiled a second time on purpose, with other primitives")]
 mod engine;
 
-use engine::Engine;
+use engine::{Engine, counters};
 
 /// A value that tasks write and read: the block whose rows it stands for.
 struct Cell(UnsafeCell<Option<u32>>);
@@ -215,7 +215,9 @@ fn search(
         assert!(layer.schedules.iter().all(|s| s.layout.blocks() == 2));
         let alone = |pass| {
             let programs = layer.programs(pass, false);
-            let engine = Engine::new(&programs, 1, 0, Duration::from_secs(1), None);
+            let zeros: Vec<_> = programs.iter().map(counters).collect();
+            let zeros = zeros.iter().map(Vec::as_slice).collect();
+            let engine = Engine::new(&programs, 0..RANKS, zeros, None, 1, 0, Duration::from_secs(1), None);
             engine.work(0, |rank, kind| layer.run(&programs, rank, kind));
             layer.forget_pushes();
         };
@@ -225,7 +227,8 @@ fn search(
         // Leaked for good: loom's cells panic when dropped while a failed execution unwinds.
         let layer: &'static Layer = Box::leak(Box::new(layer));
         let programs: &'static [Program] = Box::leak(layer.programs(pass, ring_holds).into_boxed_slice());
-        let mut engine = Engine::new(programs, 2, 1, Duration::from_secs(1), None);
+        let zeros = programs.iter().map(|p| &*counters(p).leak()).collect();
+        let mut engine = Engine::new(programs, 0..RANKS, zeros, None, 2, 1, Duration::from_secs(1), None);
         engine.ignored_waits = ignored;
         let engine: &'static Engine<'static> = Box::leak(Box::new(engine));
         let work = |worker: usize| engine.work(worker, |rank, kind| layer.run(programs, rank, kind));
