@@ -13,7 +13,6 @@ from ._group import ExpertGroup
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 OAI_ALPHA = 1.702
-_default_group: list[ExpertGroup] = []
 
 
 class Biases(NamedTuple):
@@ -74,14 +73,14 @@ def moe(
 ) -> Tensor:
     """The mixture-of-experts layer: ``y = shared(x) + sum over k, in order, of w_k expert_k(x)``.
 
-    With N tokens in any leading dimensions, H hidden, E experts, I intermediate, K routes a token, and S the width of the
+    With N tokens in any leading dimensions, H hidden, E experts, I intermediate, K routes a token, S the width of the
     shared experts; H, I and S are multiples of 8::
 
         g = x W_gate[e]^T + b_gate[e]      u = x W_up[e]^T + b_up[e]
         expert_e(x) = act(g, u) W_down[e]^T + b_down[e]
 
-    It is differentiable, once, in ``x``, ``topk_weights``, all weights, biases and the output gate. The same inputs give the
-    same bits on every run, for any number of ranks and any knobs.
+    It is differentiable, once, in ``x``, ``topk_weights``, all weights, biases and the output gate. The same inputs
+    give the same bits on every run, for any number of ranks and any knobs.
 
     A gradient is added to ``parameter.main_grad`` (float32, of the parameter's shape) where the parameter has one, and
     ``parameter.grad`` stays as it is. The sum begins with what is there, in float32.
@@ -90,7 +89,7 @@ def moe(
         x: [..., H], bfloat16 or float32.
         topk_ids: [..., K], int32 or int64: the experts of each token; -1 is no route. An expert may come twice.
         topk_weights: [..., K], any floating dtype; computed with in float32.
-        w_gate: [E, I, H], or a sequence of E tensors [I, H]; where ``w_up`` is None, [E, 2I, H] or [2I, H] each, with the
+        w_gate: [E, I, H], or a sequence of E tensors [I, H]; where ``w_up`` is None, [E, 2I, H] or [2I, H] each, the
             rows of gate before those of up.
         w_up: as ``w_gate``, or None. Separate tensors are used as they lie; fused ones and sequences are copied.
         w_down: [E, H, I], or a sequence of E tensors [H, I].
@@ -102,8 +101,8 @@ def moe(
         group: the ranks that share the experts; one rank on the CPU by default.
         knobs: how the work is cut into pieces.
         precision: ``"bf16"``, ``"f32"`` or the dtype: what rows and weights are computed in. Those of another dtype are
-            converted, and ``y`` is converted back to the dtype of ``x``. By default it is the dtype of ``x``, which the weights
-            must have; under autocast it is autocast's, also of ``y``.
+            converted, and ``y`` is converted back to the dtype of ``x``. By default it is the dtype of ``x``, which
+            the weights must have; under autocast it is autocast's, also of ``y``.
 
     Returns:
         [..., H], of the dtype of ``x``.
@@ -116,13 +115,13 @@ def moe(
     _check_tensor("x", x)
     _check_tensor("topk_ids", topk_ids)
     _check_tensor("topk_weights", topk_weights)
+    if x.device.type != "cpu":
+        raise ValueError(f"x is on {x.device}: cpu is needed, this version computes there")
     dtype, out_dtype = _precision(x, precision)
     convert = dtype if precision is not None or dtype != x.dtype else None
     gate, up = _tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up)
     down = _tensors("w_down", w_down)
-    names, originals, parts = _shapes(x, topk_ids, topk_weights, (gate, up, down), biases, shared, activation)
-    if x.device.type != "cpu":
-        raise ValueError(f"x is on {x.device}: this version computes on the CPU, cpu is needed")
+    names, originals, parts = _shapes(x, topk_ids, topk_weights, (gate, up, down), biases, shared)
 
     main_grads: list[Tensor] = []
     main_grad_of: list[int] = []
@@ -222,12 +221,10 @@ def _stack(
     return [(f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
 
 
-def _shapes(
-    x, topk_ids, topk_weights, routed, biases, shared, activation
-) -> tuple[list[str], list[Tensor], list[int]]:
-    """Names and tensors of all weights in order, and the ``parts`` of the operators. The shape of ``w_down`` sets E and I."""
-    if x.dim() == 0:
-        raise ValueError("x has shape []: expected [..., H]")
+def _shapes(x, topk_ids, topk_weights, routed, biases, shared) -> tuple[list[str], list[Tensor], list[int]]:
+    """Names and tensors of all weights in order, and the ``parts`` of the operators. ``w_down`` sets E and I."""
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {list(x.shape)}: expected [..., H]")
     hidden = x.shape[-1]
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids is {topk_ids.dtype}: torch.int32 or torch.int64 is needed")
@@ -236,6 +233,8 @@ def _shapes(
     if topk_ids.dim() != x.dim() or topk_ids.shape[:-1] != x.shape[:-1]:
         allowed = f"expected [..., K] with the leading dimensions of x, {list(x.shape[:-1])}"
         raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}: {allowed}")
+    if topk_ids.shape[-1] == 0:
+        raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}: expected [..., K], K from 1 to 32")
     _expect("topk_weights", topk_weights, tuple(topk_ids.shape), "that of topk_ids")
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tensor.device != x.device:
@@ -255,9 +254,7 @@ def _shapes(
     named.append(_stack("w_up", up, experts, (intermediate, hidden), "I, H") if up else [])
     named.append(_stack("w_down", down, experts, (hidden, intermediate), "H, I"))
     # One expert's matrix in a sequence of one is a tensor of one expert.
-    named = [
-        [(n, t.unsqueeze(0) if t.dim() == 2 and len(place) == 1 else t) for n, t in place] for place in named
-    ]
+    named = [[(n, t.unsqueeze(0) if t.dim() == 2 and len(place) == 1 else t) for n, t in place] for place in named]
 
     if biases is None:
         named += [[], [], []]
@@ -349,10 +346,8 @@ def _knob(name: str, value: int | None) -> int:
 
 def _group_number(group: ExpertGroup | None) -> int:
     if group is None:
-        if not _default_group:
-            _default_group.append(ExpertGroup.cpu(1))
-        group = _default_group[0]
-    elif not isinstance(group, ExpertGroup):
+        return 0
+    if not isinstance(group, ExpertGroup):
         raise TypeError(f"group is a {type(group).__name__}: a kodkod.ExpertGroup is needed")
     return group._number
 

@@ -42,7 +42,7 @@ class ExpertGroup:
         return _kodkod.group_info(self._number)[1]
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of symmetric memory that the group and the forwards without a backward yet hold now, and the most ever."""
+        """Bytes of symmetric memory that the group, and forwards before their backward, hold now; and the most ever."""
         return _kodkod.group_memory(self._number)
 
     def trim(self) -> None:

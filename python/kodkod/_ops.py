@@ -41,8 +41,7 @@ _library.define(
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
-    f"moe_backward_into(Tensor dy, Tensor context, {_INPUTS}, Tensor(a!)[] main_grads, int[] main_grad_of, {_CONFIG})"
-    " -> Tensor[]",
+    f"moe_backward_into(Tensor dy, Tensor context, {_INPUTS}, Tensor(a!)[] sums, {_CONFIG}) -> (Tensor, Tensor)",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -132,30 +131,20 @@ def _backward(
     ids: Tensor,
     topk_weights: Tensor,
     weights: Sequence[Tensor],
-    main_grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
     meta: Meta,
 ) -> list[Tensor]:
-    """``[dx, d_topk_weights, gradient of each weight without a main_grad]``; the other gradients are added to theirs."""
+    """``[dx, d_topk_weights, gradient of each weight]``; with ``sums``, one a weight in float32, those are added to."""
     x, ids, topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
     dy = dy.contiguous()
-    parts, main_grad_of = meta[:2]
+    parts = meta[0]
     places = _gather(weights, parts)
     config, inputs = _call(x, ids, topk_weights, places, meta)
-    in_f32 = x.dtype == torch.float32 or len(main_grads) > 0
-    if main_grads:
-        # Sums begin with what is there, as one chain whatever the storage, so a main_grad is gathered, not added to later.
-        begin: list[Tensor] = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        for i, main_grad in zip(main_grad_of, main_grads, strict=True):
-            begin[i] = main_grad
-        gradients = _gather(begin, parts)
+    if sums:
+        # A sum begins with what is there, in any storage: so it is gathered first, and not added to later.
+        gradients = _gather(sums, parts)
     else:
-        dtype = torch.float32 if in_f32 else torch.bfloat16
-        gradients = [
-            None
-            if p is None
-            else torch.empty_like(p, dtype=dtype if i in (0, 1, 2, 6, 7, 8) else torch.float32)
-            for i, p in enumerate(places)
-        ]
+        gradients = [None if place is None else torch.empty_like(place) for place in places]
     dx, d_topk_weights = torch.empty_like(x), torch.empty_like(topk_weights)
     _kodkod.backward(
         config,
@@ -165,16 +154,14 @@ def _backward(
         (dx.data_ptr(), dx.numel()),
         (d_topk_weights.data_ptr(), d_topk_weights.numel()),
         [_span(gradient) for gradient in gradients],
-        in_f32,
-        len(main_grads) > 0,
+        len(sums) > 0 or x.dtype == torch.float32,
+        len(sums) > 0,
     )
     results = _scatter(gradients, parts)
-    for i, main_grad in zip(main_grad_of, main_grads, strict=True):
-        if results[i] is not main_grad:
-            main_grad.copy_(results[i])
-    added = set(main_grad_of)
-    rest = [r.to(w.dtype) for i, (r, w) in enumerate(zip(results, weights, strict=True)) if i not in added]
-    return [dx, d_topk_weights, *rest]
+    for total, result in zip(sums, results, strict=False):
+        if result is not total:
+            total.copy_(result)
+    return [dx, d_topk_weights] if sums else [dx, d_topk_weights, *results]
 
 
 def _through_operators(x: Tensor) -> bool:
@@ -207,20 +194,27 @@ class _Moe(torch.autograd.Function):
         parts, main_grad_of, *config = ctx.meta
         if dy is None:
             return (None,) * (5 + len(weights))
+        # Where one weight has a main_grad all are summed in float32, and those without are rounded here.
+        sums: list[Tensor] = []
+        if main_grad_of:
+            sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+            for i, main_grad in zip(main_grad_of, ctx.main_grads, strict=True):
+                sums[i] = main_grad
         if not _through_operators(dy):
-            dx, d_topk_weights, *rest = _backward(
-                dy, context, x, ids, topk_weights, weights, ctx.main_grads, ctx.meta
-            )
-        elif main_grad_of:
-            dx, d_topk_weights, *rest = torch.ops.kodkod.moe_backward_into.default(
-                dy, context, x, ids, topk_weights, weights, parts, ctx.main_grads, main_grad_of, *config
+            args = (dy, context, x, ids, topk_weights, weights, sums, ctx.meta)
+            second = torch.is_grad_enabled()  # somebody wants a derivative of this
+            results = _Once.apply(args, dy, x, topk_weights, *weights) if second else _backward(*args)
+        elif sums:
+            results = torch.ops.kodkod.moe_backward_into.default(
+                dy, context, x, ids, topk_weights, weights, parts, sums, *config
             )
         else:
-            dx, d_topk_weights, *rest = torch.ops.kodkod.moe_backward.default(
-                dy, context, x, ids, topk_weights, weights, parts, *config
-            )
-        gradients = iter(rest)
-        d_weights = [None if i in main_grad_of else next(gradients) for i in range(len(weights))]
+            results = torch.ops.kodkod.moe_backward.default(dy, context, x, ids, topk_weights, weights, parts, *config)
+        dx, d_topk_weights, *d_weights = results
+        if sums:
+            d_weights = [
+                None if i in main_grad_of else s.to(w.dtype) for i, (s, w) in enumerate(zip(sums, weights, strict=True))
+            ]
         return None, None, dx, None, d_topk_weights, *d_weights
 
 
@@ -228,17 +222,15 @@ class _Once(torch.autograd.Function):
     """Says that a backward has no backward, instead of a gradient that is silently wrong."""
 
     @staticmethod
-    def forward(ctx, run, *tensors):
-        return tuple(run())
+    def forward(ctx, args, *tensors):
+        return tuple(_backward(*args))
 
     @staticmethod
     def backward(ctx, *_):
         raise NotImplementedError("kodkod.moe has no second derivative")
 
 
-def run(
-    x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], main_grads: list[Tensor], meta: Meta
-):
+def run(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], main_grads: list[Tensor], meta: Meta):
     """``y`` of checked arguments; ``x`` and ids are [N, H] and [N, K]."""
     keep = torch.is_grad_enabled() and (
         x.requires_grad or topk_weights.requires_grad or any(w.requires_grad for w in weights)
@@ -277,9 +269,8 @@ def _backward_cpu(dy, context, x, ids, topk_weights, weights, parts, *config):
     return _backward(dy, context, x, ids, topk_weights, weights, [], (parts, [], *config))
 
 
-def _backward_into_cpu(dy, context, x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config):
-    meta = (parts, main_grad_of, *config)
-    return _backward(dy, context, x, ids, topk_weights, weights, main_grads, meta)
+def _backward_into_cpu(dy, context, x, ids, topk_weights, weights, parts, sums, *config):
+    return tuple(_backward(dy, context, x, ids, topk_weights, weights, sums, (parts, [], *config)))
 
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -290,8 +281,8 @@ def _backward_fake(dy, context, x, ids, topk_weights, weights, parts, *config):
     return _like([x, topk_weights, *weights])
 
 
-def _backward_into_fake(dy, context, x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config):
-    return _like([x, topk_weights, *(w for i, w in enumerate(weights) if i not in main_grad_of)])
+def _backward_into_fake(dy, context, x, ids, topk_weights, weights, parts, sums, *config):
+    return tuple(_like([x, topk_weights]))
 
 
 _library.impl("moe", _moe_cpu, "CPU")

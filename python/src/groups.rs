@@ -25,6 +25,10 @@ static GROUPS: Mutex<Groups> = Mutex::new(Groups { process: 0, made: Vec::new() 
 
 fn groups(_: Python<'_>) -> MutexGuard<'static, Groups> {
     let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+    if groups.made.is_empty() {
+        // Number 0 is the default, and starts its threads when it is first used.
+        groups.made.push(Made { options: CpuOptions::default(), group: None });
+    }
     let process = std::process::id();
     if groups.process != process {
         // A fork takes no threads along, so a child starts its groups anew. Those of the parent are forgotten: to drop
