@@ -113,7 +113,7 @@ impl CpuGroup {
     pub fn new(options: CpuOptions) -> Result<Self> {
         let (isa, threads) = options.resolve()?;
         let arena = Arc::<Arena>::default();
-        let machine = Mutex::new(Machine::new(isa, threads, arena.clone())?);
+        let machine = Mutex::new(Machine::new(isa, threads, false, arena.clone())?);
         Ok(CpuGroup { isa, threads, options, arena, machine })
     }
 
@@ -250,7 +250,7 @@ impl CpuGroup {
             }
         };
         let zeros: Vec<_> = programs.iter().map(counters).collect();
-        machine.run(Call {
+        let call = Call {
             options: &self.options,
             saved,
             programs,
@@ -261,7 +261,8 @@ impl CpuGroup {
             gradients,
             accumulate,
             counters: zeros.iter().map(Vec::as_slice).collect(),
-        })
+        };
+        machine.run(call, None)
     }
 }
 

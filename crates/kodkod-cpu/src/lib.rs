@@ -1,6 +1,8 @@
-//! The CPU machine: runs the programs of R virtual ranks in one process, with real pulls, pushes and a real ring.
+//! The CPU machine: runs the programs of R virtual ranks in one process, or of one rank a process, with real pulls, pushes
+//! and a real ring.
 //!
-//! 1. [`CpuGroup`] owns the worker threads, the symmetric memory and the ring;
+//! 1. [`CpuGroup`] owns the worker threads, the symmetric memory and the ring; [`ProcessGroup`] shares memory with other
+//!    processes;
 //! 2. a call turns routing into schedules and programs (`kodkod-core`);
 //! 3. `protocol` runs their tickets in order on the workers;
 //! 4. `pass` does what a task says, with real numbers;
@@ -12,9 +14,11 @@ mod machine;
 mod memory;
 mod pass;
 mod pool;
+mod process;
 mod protocol;
 
 pub use group::{CpuGroup, CpuOptions, Saved};
+pub use process::{ProcessGroup, RankSaved};
 pub use protocol::StallHook;
 
 /// A storage type that the CPU can compute with: `bf16` or `f32`.

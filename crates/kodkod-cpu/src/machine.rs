@@ -1,7 +1,7 @@
 //! The threads and private buffers of the ranks of this process, and how a pass runs on them.
 
 use std::ops::Range;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kodkod_core::numerics::Act;
@@ -13,7 +13,8 @@ use crate::group::Saved;
 use crate::memory::{Arena, Buffer};
 use crate::pass::{RankMemory, Shared, Symmetric, Tasks, Worker};
 use crate::pool::Pool;
-use crate::protocol::Engine;
+use crate::process::Link;
+use crate::protocol::{Engine, Ring};
 use crate::{CpuOptions, Element};
 
 pub(crate) struct Machine {
@@ -57,8 +58,9 @@ pub(crate) struct Call<'a, T> {
 }
 
 impl Machine {
-    pub(crate) fn new(isa: Isa, threads: usize, arena: Arc<Arena>) -> Result<Self> {
-        let pool = Pool::new(threads).map_err(|error| {
+    /// With a thread more where somebody has to listen to other processes.
+    pub(crate) fn new(isa: Isa, threads: usize, listens: bool, arena: Arc<Arena>) -> Result<Self> {
+        let pool = Pool::new(threads + usize::from(listens)).map_err(|error| {
             Error::invalid("threads", threads, format!("the system refused one: {error}"))
         })?;
         let workers = (0..threads).map(|_| Mutex::new(Worker::new())).collect();
@@ -74,11 +76,12 @@ impl Machine {
         })
     }
 
-    /// Runs a pass to its end.
+    /// Runs a pass to its end; ranks of other processes are at the other end of `link`.
     ///
     /// # Errors
-    /// [`Error::Stalled`] where a task waited too long, [`Error::Internal`] where one panicked.
-    pub(crate) fn run<T: Element>(&mut self, call: Call<T>) -> Result<()> {
+    /// [`Error::Stalled`] where a task waited too long, or, with no entry, where the link gave the pass up;
+    /// [`Error::Internal`] where a task panicked.
+    pub(crate) fn run<T: Element>(&mut self, call: Call<T>, link: Option<&Link>) -> Result<()> {
         let (saved, programs) = (call.saved, call.programs);
         let (shape, local) = (&saved.shape, &programs[call.local.clone()]);
         self.fit_ring::<T>(local, row_widths(shape));
@@ -103,10 +106,17 @@ impl Machine {
         };
         let comm_workers = if backward { saved.knobs.bwd_comm_sms } else { saved.knobs.fwd_comm_sms };
         let (limit, stall) = (call.options.wait_limit, call.options.stall);
-        let engine =
-            Engine::new(programs, call.local, call.counters, None, self.threads, comm_workers, limit, stall);
+        let ring = link.map(|link| |rank| link.ring(rank));
+        let ring = ring.as_ref().map(|ring| ring as Ring);
+        let (threads, local) = (self.threads, call.local);
+        let engine = Engine::new(programs, local, call.counters, ring, threads, comm_workers, limit, stall);
         let workers = &self.workers;
+        let working = AtomicUsize::new(self.threads);
         let outcome = self.pool.run(&|worker| {
+            if worker == self.threads {
+                return link.into_iter().for_each(|link| link.attend(&engine, &working));
+            }
+            let _leave = Leave { working: &working, link };
             let mut own = workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
             let give_up = GiveUp(&engine);
             engine.work(worker, |rank, kind| tasks.run(&mut own, rank, kind));
@@ -138,6 +148,22 @@ struct GiveUp<'a, 'b>(&'a Engine<'b>);
 impl Drop for GiveUp<'_, '_> {
     fn drop(&mut self) {
         self.0.give_up(vec![]);
+    }
+}
+
+/// Tells who listens when the last worker leaves, also where it panics.
+struct Leave<'a> {
+    working: &'a AtomicUsize,
+    link: Option<&'a Link>,
+}
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        if self.working.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(link) = self.link
+        {
+            link.ring_here();
+        }
     }
 }
 

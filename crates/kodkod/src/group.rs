@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kodkod_core::{Error, Result};
-use kodkod_cpu::{CpuGroup, CpuOptions};
+use kodkod_cpu::{CpuGroup, CpuOptions, ProcessGroup};
 
 use crate::Isa;
 use crate::cuda_layer::CudaGroup;
@@ -29,6 +29,7 @@ pub struct ExpertGroup {
 #[derive(Clone)]
 pub(crate) enum Machine {
     Cpu(Arc<CpuGroup>),
+    Processes(Arc<ProcessGroup>),
     Cuda(Arc<CudaGroup>),
 }
 
@@ -47,6 +48,32 @@ impl ExpertGroup {
     /// [`kodkod_core::Error::Invalid`] for an option that is out of range, or an instruction set this CPU lacks.
     pub fn cpu_with(options: CpuOptions) -> Result<Self> {
         Ok(ExpertGroup { machine: Machine::Cpu(Arc::new(CpuGroup::new(options)?)) })
+    }
+
+    /// This process as rank `rank` of `ranks` processes of this host, for a [`RankLayer`](crate::RankLayer). All give the same
+    /// `name`, chosen by their launcher: a name of its own for every group that meets. They meet in a file in `/dev/shm`, or
+    /// the folder for temporary files where there is none; a `name` with a slash is the file's path. It is unlinked as soon
+    /// as all have opened it. What ranks address of each other lies in it: `x`, `dy`, ids, router weights, slots.
+    ///
+    /// `options.ranks` is not read. With `options.threads` 0 a rank takes its share of the cores. `options.wait_limit` is how
+    /// long a rank waits for others, here too, and in a call while no rank of the group gets on.
+    ///
+    /// ```
+    /// use kodkod::{CpuOptions, ExpertGroup};
+    ///
+    /// // A launcher chooses the name. With more ranks, the others are other processes that do the same.
+    /// let name = format!("quickstart-{}", std::process::id());
+    /// let group = ExpertGroup::cpu_processes(0, 1, &name, CpuOptions::default())?;
+    /// assert_eq!((group.rank(), group.ranks()), (Some(0), 1));
+    /// # Ok::<(), kodkod::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an argument that is out of range; [`Error::Machine`] that names the ranks which did not come
+    /// within the limit, or that disagree, and on systems other than Unix.
+    pub fn cpu_processes(rank: usize, ranks: usize, name: &str, options: CpuOptions) -> Result<Self> {
+        let group = ProcessGroup::join(rank, ranks, name, options)?;
+        Ok(ExpertGroup { machine: Machine::Processes(Arc::new(group)) })
     }
 
     /// One rank a GPU, given by their ordinals. Layers compute in bf16, with sizes that are multiples of 64.
@@ -78,7 +105,16 @@ impl ExpertGroup {
     pub fn ranks(&self) -> usize {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.options().ranks,
+            Machine::Processes(group) => group.options().ranks,
             Machine::Cuda(cuda) => cuda.ranks,
+        }
+    }
+
+    /// The rank that this process is, in a group of processes.
+    pub fn rank(&self) -> Option<usize> {
+        match &self.machine {
+            Machine::Processes(group) => Some(group.rank()),
+            Machine::Cpu(_) | Machine::Cuda(_) => None,
         }
     }
 
@@ -86,6 +122,7 @@ impl ExpertGroup {
     pub fn threads(&self) -> usize {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.threads(),
+            Machine::Processes(group) => group.threads(),
             Machine::Cuda(_) => 0,
         }
     }
@@ -94,6 +131,7 @@ impl ExpertGroup {
     pub fn isa(&self) -> Option<Isa> {
         match &self.machine {
             Machine::Cpu(cpu) => Some(cpu.isa()),
+            Machine::Processes(group) => Some(group.isa()),
             Machine::Cuda(_) => None,
         }
     }
@@ -102,23 +140,27 @@ impl ExpertGroup {
     pub fn description(&self) -> String {
         match &self.machine {
             Machine::Cpu(cpu) => format!("{} on {} threads", cpu.isa(), cpu.threads()),
+            Machine::Processes(group) => format!("{} on {} threads a rank", group.isa(), group.threads()),
             Machine::Cuda(cuda) => cuda.device.name().to_owned(),
         }
     }
 
-    /// Bytes of symmetric memory that the group and its contexts hold now, and the most they ever held. Not counted on
-    /// a GPU, where each layer holds its own: 0.
+    /// Bytes of symmetric memory that the group and its contexts hold now, and the most they ever held; in a group of
+    /// processes, those of this rank and the shared file. Not counted on a GPU, where each layer holds its own: 0.
     pub fn memory(&self) -> (usize, usize) {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.memory(),
+            Machine::Processes(group) => group.memory(),
             Machine::Cuda(_) => (0, 0),
         }
     }
 
     /// Gives memory that waits for reuse back to the system.
     pub fn trim(&self) {
-        if let Machine::Cpu(cpu) = &self.machine {
-            cpu.trim();
+        match &self.machine {
+            Machine::Cpu(cpu) => cpu.trim(),
+            Machine::Processes(group) => group.trim(),
+            Machine::Cuda(_) => {}
         }
     }
 
@@ -132,6 +174,7 @@ impl std::fmt::Debug for ExpertGroup {
         let mut text = f.debug_struct("ExpertGroup");
         match &self.machine {
             Machine::Cpu(cpu) => text.field("cpu", cpu.options()),
+            Machine::Processes(group) => text.field("rank", &group.rank()).field("cpu", group.options()),
             Machine::Cuda(cuda) => text.field("cuda", &cuda.device).field("ranks", &cuda.ranks),
         };
         text.finish_non_exhaustive()

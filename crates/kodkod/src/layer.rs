@@ -92,6 +92,10 @@ impl<T: Element> MoeLayer<T> {
         experts_per_rank(&shape, group.ranks())?;
         let machine = match group.machine() {
             Machine::Cpu(cpu) => LayerMachine::Cpu(cpu.clone()),
+            Machine::Processes(_) => {
+                let allowed = "a layer over all ranks needs them in one process; for a group of processes there is RankLayer";
+                return Err(Error::invalid("group", "of processes", allowed));
+            }
             Machine::Cuda(_) if T::PRECISION == Precision::F32 => {
                 let allowed = "a GPU computes in bf16; for f32 there is ExpertGroup::cpu";
                 return Err(Error::invalid("precision", "f32", allowed));

@@ -6,6 +6,7 @@ pub use kodkod_cuda as cuda;
 mod cuda_layer;
 mod group;
 mod layer;
+mod rank_layer;
 
 pub use group::ExpertGroup;
 pub use half::bf16;
@@ -13,6 +14,7 @@ pub use kodkod_core::*;
 pub use kodkod_cpu::gemm::{self, Isa};
 pub use kodkod_cpu::{CpuOptions, Element, StallHook};
 pub use layer::{Context, MoeLayer};
+pub use rank_layer::{RankContext, RankLayer};
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -6,4 +6,4 @@ mod model;
 mod sync;
 
 pub use engine::StallHook;
-pub(crate) use engine::{Engine, counters};
+pub(crate) use engine::{Engine, Ring, counters};

@@ -1,0 +1,156 @@
+//! One rank's part of a MoE layer whose ranks are processes.
+
+use std::sync::Arc;
+
+use kodkod_core::schedule::experts_per_rank;
+use kodkod_core::{Error, GradientElement, Knobs, Result, Shape, WeightGradients, Weights};
+use kodkod_cpu::{Element, ProcessGroup, RankSaved};
+
+use crate::group::{ExpertGroup, Machine};
+
+/// One rank's part of a layer, in a group of processes ([`ExpertGroup::cpu_processes`]): it takes this rank's tokens and the
+/// weights of its own experts, and gives their results, with the same bits as a [`MoeLayer`](crate::MoeLayer) over all
+/// tokens and weights. Rank r of R holds experts r E/R to (r + 1) E/R - 1; token counts may differ, and be 0.
+///
+/// All ranks make the same calls in the same order, with the same shape, knobs, precision and `accumulate`. Rows and ids are
+/// copied to the shared memory first, those of `x` in a backward again.
+///
+/// ```
+/// use kodkod::{CpuOptions, ExpertGroup, Knobs, RankLayer, Shape, WeightGradients, Weights};
+///
+/// let (rank, ranks, name) = (0, 1, format!("rank-layer-{}", std::process::id())); // as the launcher says
+/// let group = ExpertGroup::cpu_processes(rank, ranks, &name, CpuOptions::default())?;
+/// let shape = Shape::new(64, 32, 4, 2); // four experts in all
+/// let layer = RankLayer::<f32>::new(&group, shape.clone(), Knobs::for_shape(&shape))?;
+///
+/// let own = layer.own_experts(); // the shape, with 4 / ranks experts
+/// let weight = vec![0.01_f32; own.experts * 32 * 64];
+/// let weights = Weights { gate: &weight, up: &weight, down: &weight, biases: None, shared: None };
+/// let (x, ids, topk_weights) = (vec![1.0; 3 * 64], [0, 1, 2, 3, 3, -1], [0.5; 6]); // three tokens
+/// let (y, context) = layer.forward(&x, &ids, &topk_weights, &weights)?;
+///
+/// let mut gradients = WeightGradients::zeros(own);
+/// let (dx, d_topk_weights) = layer.backward(&context, &y, &x, &weights, gradients.as_mut(), false)?;
+/// assert_eq!((dx.len(), d_topk_weights.len()), (3 * 64, 6));
+/// # Ok::<(), kodkod::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct RankLayer<T> {
+    group: Arc<ProcessGroup>,
+    shape: Shape,
+    knobs: Knobs,
+    own_experts: Shape,
+    _elements: std::marker::PhantomData<T>,
+}
+
+/// What a rank's forward keeps for its backward.
+pub struct RankContext<T> {
+    saved: RankSaved<T>,
+}
+
+impl<T: Element> RankLayer<T> {
+    /// This rank's part of a layer of `shape`, which counts the experts of all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where a size or a knob is not allowed, the ranks do not divide the experts, or the group is not one
+    /// of processes.
+    pub fn new(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
+        shape.validate()?;
+        knobs.validate()?;
+        let experts = experts_per_rank(&shape, group.ranks())?;
+        let Machine::Processes(group) = group.machine() else {
+            let allowed =
+                "a rank's layer needs ExpertGroup::cpu_processes; for other groups there is MoeLayer";
+            return Err(Error::invalid("group", "in one process", allowed));
+        };
+        let own_experts = Shape { experts, ..shape.clone() };
+        Ok(RankLayer { group: group.clone(), shape, knobs, own_experts, _elements: std::marker::PhantomData })
+    }
+
+    /// The layer's shape.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// The shape with this rank's experts alone: that of its weights and their gradients.
+    pub fn own_experts(&self) -> &Shape {
+        &self.own_experts
+    }
+
+    /// The layer's knobs.
+    pub fn knobs(&self) -> &Knobs {
+        &self.knobs
+    }
+
+    /// `y` `[tokens, hidden]` for this rank's `x` `[tokens, hidden]`, and its tokens' expert ids, 0 to E - 1 or -1, and router
+    /// weights, both `[tokens, top_k]`. `weights` are of [`RankLayer::own_experts`]; the shared experts' must be the same on
+    /// every rank.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::ExpertId`] or [`Error::Invalid`] for an argument that does not fit, or where ranks disagree:
+    /// on every rank, with that rank and the value named; nothing is computed, and the next call may be right.
+    /// [`Error::Machine`] or [`Error::Stalled`] where a rank died, left, or no rank got on for the wait limit: the group is
+    /// broken, and every later call says so. A rank whose own part was done may have returned without an error; it hears of
+    /// it in its next call.
+    pub fn forward<I: Copy + Into<i64>>(
+        &self,
+        x: &[T],
+        ids: &[I],
+        topk_weights: &[f32],
+        weights: &Weights<T>,
+    ) -> Result<(Vec<T>, RankContext<T>)> {
+        let (y, saved) = self.group.forward(&self.shape, &self.knobs, x, ids, topk_weights, weights)?;
+        Ok((y, RankContext { saved }))
+    }
+
+    /// `dx` `[tokens, hidden]` and `d_topk_weights` `[tokens, top_k]` for this rank's `dy` `[tokens, hidden]`, with the `x` and
+    /// weights of the forward. Gradients of [`RankLayer::own_experts`] go to `gradients`: added to what is there where
+    /// `accumulate` is set, else overwriting it; see [`MoeLayer::backward`](crate::MoeLayer::backward) about their types.
+    ///
+    /// The shared experts' gradients are the whole sum over the tokens of all ranks, with the same bits on every rank: they
+    /// need no reduction, and a mean over ranks leaves them as they are. Where they accumulate, the sum starts from what
+    /// rank 0 has there, so all ranks should have the same.
+    ///
+    /// # Errors
+    /// As for [`RankLayer::forward`].
+    pub fn backward<G: GradientElement>(
+        &self,
+        context: &RankContext<T>,
+        dy: &[T],
+        x: &[T],
+        weights: &Weights<T>,
+        gradients: WeightGradients<&mut [G], &mut [f32]>,
+        accumulate: bool,
+    ) -> Result<(Vec<T>, Vec<f32>)> {
+        if *context.saved.shape() != self.shape {
+            let allowed = "the context of this layer's forward is needed";
+            return Err(self.refuse(Error::invalid("context", "of another shape", allowed)));
+        }
+        self.group.backward(&context.saved, dy, x, weights, gradients, accumulate)
+    }
+
+    /// In place of a call that this rank cannot make, for a reason that its caller has found: every rank's call returns an
+    /// error that gives the reason, and none waits for this one. Returns `why`.
+    pub fn refuse(&self, why: Error) -> Error {
+        self.group.refuse(why)
+    }
+}
+
+impl<T> std::fmt::Debug for RankLayer<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RankLayer")
+            .field("rank", &self.group.rank())
+            .field("shape", &self.shape)
+            .field("knobs", &self.knobs)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<T> std::fmt::Debug for RankContext<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RankContext")
+            .field("shape", self.saved.shape())
+            .field("tokens", &self.saved.tokens())
+            .finish_non_exhaustive()
+    }
+}
