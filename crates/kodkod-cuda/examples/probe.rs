@@ -4,7 +4,7 @@
 //!     probe check                 small shapes against the CPU, and the same bits over ranks and knobs
 //!     probe stall                 a task that hangs: an error that names the rank, and the next pass works
 //!     probe graph                 a captured pass, replayed with other inputs and routes
-//!     probe once                  one small layer with everything, once: for compute-sanitizer
+//!     probe once [RANKS]          a tiny layer with everything, once: for compute-sanitizer
 //!     probe cold SHAPE            from nothing to the end of a first forward and backward
 //!     probe time [SHAPE ...]      milliseconds and TFLOP/s; gradients in bf16 where GRADIENTS=bf16
 
@@ -512,15 +512,16 @@ fn graph() -> Outcome {
     Ok(())
 }
 
-/// One forward and backward of a small layer with everything, on one rank and on two: for compute-sanitizer.
-fn once() -> Outcome {
-    let device = Device::new(0)?;
-    let (c, knobs, two) = everything();
-    for split in [vec![two.iter().sum()], two] {
-        let gpu: OnGpu = on_gpu(&device, &c, &knobs, &split)?;
-        gpu.passes(false)?;
-        println!("split {split:?}: {:016x}", hash(&gpu.read()?));
-    }
+/// One forward and backward of a tiny layer with everything: for compute-sanitizer.
+fn once(ranks: usize) -> Outcome {
+    let mut shape = Shape::new(64, 64, 4, 2);
+    shape.biases = true;
+    shape.shared = Some(Shared { intermediate: 64, output_gate: true });
+    let knobs = check_knobs([128, 256, 128]);
+    let c = case(&shape, 40, Routes::Holes, 1.0);
+    let gpu: OnGpu = on_gpu(&Device::new(0)?, &c, &knobs, &Routing::even_split(40, ranks))?;
+    gpu.passes(false)?;
+    println!("{ranks} ranks: {:016x}", hash(&gpu.read()?));
     Ok(())
 }
 
@@ -655,8 +656,8 @@ fn main() -> Outcome {
         Some("time") => time::<f32>(&arguments[1..]),
         Some("stall") => stall(),
         Some("graph") => graph(),
-        Some("once") => once(),
+        Some("once") => once(arguments.get(1).map_or(Ok(1), |n| n.parse())?),
         Some("cold") if arguments.len() == 2 => cold(&arguments[1]),
-        _ => Err("compile [N], check, stall, graph, once, cold SHAPE, or time [SHAPE ...]".into()),
+        _ => Err("compile [N], check, stall, graph, once [RANKS], cold SHAPE, or time [SHAPE ...]".into()),
     }
 }
