@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -115,54 +115,40 @@ def moe(
     _check_tensor("x", x)
     _check_tensor("topk_ids", topk_ids)
     _check_tensor("topk_weights", topk_weights)
-    if x.device.type != "cpu":
+    device = x.device
+    if device.type != "cpu":
         raise ValueError(f"x is on {x.device}: cpu is needed, this version computes there")
     dtype, out_dtype = _precision(x, precision)
-    convert = dtype if precision is not None or dtype != x.dtype else None
-    gate, up = _tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up)
-    down = _tensors("w_down", w_down)
-    names, originals, parts = _shapes(x, topk_ids, topk_weights, (gate, up, down), biases, shared)
+    routed = (_tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up), _tensors("w_down", w_down))
+    named, parts = _shapes(x, topk_ids, topk_weights, routed, biases, shared)
 
+    weights: list[Tensor] = []
     main_grads: list[Tensor] = []
     main_grad_of: list[int] = []
-    weights: list[Tensor] = []
-    for name, weight in zip(names, originals, strict=True):
-        if weight.device != x.device:
-            raise ValueError(f"{name} is on {weight.device}: {x.device} is needed, where x is")
+    for name, weight, in_f32 in named:
+        if weight.device != device:
+            raise ValueError(f"{name} is on {weight.device}: {device} is needed, where x is")
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is not None and weight.requires_grad:
             _check_main_grad(name, weight, main_grad)
             main_grad_of.append(len(weights))
             main_grads.append(main_grad)
-        in_f32 = name.startswith("b_") or name == "shared_output_gate"
-        if not weight.dtype.is_floating_point:
-            raise TypeError(f"{name} is {weight.dtype}: a floating dtype is needed")
         wanted = torch.float32 if in_f32 else dtype
         if weight.dtype != wanted:
-            if not in_f32 and convert is None:
+            if not weight.dtype.is_floating_point:
+                raise TypeError(f"{name} is {weight.dtype}: a floating dtype is needed")
+            if not in_f32 and precision is None and dtype == x.dtype:
                 allowed = f"{dtype} is needed, as x is, or the argument precision"
                 raise TypeError(f"{name} is {weight.dtype}: {allowed}")
             weight = weight.to(wanted)
         weights.append(weight if weight.is_contiguous() else weight.contiguous())
 
-    hidden, top_k = x.shape[-1], topk_ids.shape[-1]
-    rows = x if x.dtype == dtype else x.to(dtype)
-    if topk_weights.dtype != torch.float32:
-        topk_weights = topk_weights.to(torch.float32)
-    if knobs is None:
-        knob_values = [-1] * len(Knobs._fields)
-    else:
-        knob_values = [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
+    knob_values = [-1] * 5 if knobs is None else [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
     number = _group_number(group)
     meta = (parts, main_grad_of, activation, *_activation(activation, limit, alpha), number, knob_values)
-    y = _ops.run(
-        rows.reshape(-1, hidden).contiguous(),
-        topk_ids.reshape(-1, top_k).contiguous(),
-        topk_weights.reshape(-1, top_k).contiguous(),
-        weights,
-        main_grads,
-        meta,
-    ).view(x.shape)
+    rows = x if x.dtype == dtype else x.to(dtype)
+    topk_weights = topk_weights.to(torch.float32)
+    y = _ops.run(rows.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), weights, main_grads, meta)
     return y if y.dtype == out_dtype else y.to(out_dtype)
 
 
@@ -207,59 +193,62 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], text: str) -> Non
         raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {text} = {list(shape)}")
 
 
-def _stack(
-    name: str, tensors: Sequence[Tensor], experts: int, shape: tuple[int, int], text: str
-) -> list[tuple[str, Tensor]]:
-    """One tensor of all experts, or one each, with their names."""
+# A weight's name, the weight, and whether it is computed with in float32 always.
+_Named = tuple[str, Tensor, bool]
+
+
+def _stack(name: str, tensors: Sequence[Tensor], experts: int, shape: tuple[int, int], text: str) -> list[_Named]:
+    """One tensor of all experts, or one each."""
     if len(tensors) == 1 and (tensors[0].dim() == 3 or experts != 1):
-        _expect(name, tensors[0], (experts, *shape), f"[E, {text}]")
-        return [(name, tensors[0])]
+        if tensors[0].shape != (experts, *shape):
+            _expect(name, tensors[0], (experts, *shape), f"[E, {text}]")
+        return [(name, tensors[0], False)]
     if len(tensors) != experts:
         raise ValueError(f"{name} has {len(tensors)} tensors: w_down has {experts}, one an expert is needed")
     for i, tensor in enumerate(tensors):
         _expect(f"{name}[{i}]", tensor, shape, f"[{text}]")
-    return [(f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+    if experts == 1:
+        return [(f"{name}[0]", _views(f"{name}[0]", tensors[0], lambda t: (t.unsqueeze(0),))[0], False)]
+    return [(f"{name}[{i}]", tensor, False) for i, tensor in enumerate(tensors)]
 
 
-def _shapes(x, topk_ids, topk_weights, routed, biases, shared) -> tuple[list[str], list[Tensor], list[int]]:
-    """Names and tensors of all weights in order, and the ``parts`` of the operators. ``w_down`` sets E and I."""
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {list(x.shape)}: expected [..., H]")
-    hidden = x.shape[-1]
+def _shapes(x, topk_ids, topk_weights, routed, biases, shared) -> tuple[list[_Named], list[int]]:
+    """All weights in order, and the ``parts`` of the operators. ``w_down`` sets E and I."""
+    shape, ids_shape = x.shape, topk_ids.shape
+    if len(shape) == 0 or shape[-1] == 0:
+        raise ValueError(f"x has shape {list(shape)}: expected [..., H]")
+    hidden = shape[-1]
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids is {topk_ids.dtype}: torch.int32 or torch.int64 is needed")
     if not topk_weights.dtype.is_floating_point:
         raise TypeError(f"topk_weights is {topk_weights.dtype}: a floating dtype is needed")
-    if topk_ids.dim() != x.dim() or topk_ids.shape[:-1] != x.shape[:-1]:
-        allowed = f"expected [..., K] with the leading dimensions of x, {list(x.shape[:-1])}"
-        raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}: {allowed}")
-    if topk_ids.shape[-1] == 0:
-        raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}: expected [..., K], K from 1 to 32")
-    _expect("topk_weights", topk_weights, tuple(topk_ids.shape), "that of topk_ids")
+    if len(ids_shape) != len(shape) or ids_shape[:-1] != shape[:-1]:
+        allowed = f"expected [..., K] with the leading dimensions of x, {list(shape[:-1])}"
+        raise ValueError(f"topk_ids has shape {list(ids_shape)}: {allowed}")
+    if ids_shape[-1] == 0:
+        raise ValueError(f"topk_ids has shape {list(ids_shape)}: expected [..., K], K from 1 to 32")
+    _expect("topk_weights", topk_weights, ids_shape, "that of topk_ids")
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}: {x.device} is needed, where x is")
 
     gate, up, down = routed
-    first = down[0]
-    if first.dim() not in (2, 3) or (first.dim() == 3 and len(down) > 1):
-        allowed = "expected [E, H, I], or a sequence of [H, I]"
-        raise ValueError(f"w_down has shape {list(first.shape)}: {allowed}")
-    if first.dim() == 3:
-        experts, intermediate = first.shape[0], first.shape[2]
-    else:
-        experts, intermediate = len(down), first.shape[1]
+    first = down[0].shape
+    if len(first) not in (2, 3) or (len(first) == 3 and len(down) > 1):
+        raise ValueError(f"w_down has shape {list(first)}: expected [E, H, I], or a sequence of [H, I]")
+    experts, intermediate = (first[0] if len(first) == 3 else len(down)), first[-1]
     width, text = (intermediate, "I, H") if up else (2 * intermediate, "2I, H")
-    named = [_stack("w_gate", gate, experts, (width, hidden), text)]
-    named.append(_stack("w_up", up, experts, (intermediate, hidden), "I, H") if up else [])
-    named.append(_stack("w_down", down, experts, (hidden, intermediate), "H, I"))
-    # One expert's matrix in a sequence of one is a tensor of one expert.
-    named = [[(n, t.unsqueeze(0) if t.dim() == 2 and len(place) == 1 else t) for n, t in place] for place in named]
+    named = _stack("w_gate", gate, experts, (width, hidden), text)
+    parts = [len(named), 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    if up:
+        named += _stack("w_up", up, experts, (intermediate, hidden), "I, H")
+        parts[1] = len(named) - parts[0]
+    stacked = _stack("w_down", down, experts, (hidden, intermediate), "H, I")
+    named += stacked
+    parts[2] = len(stacked)
 
-    if biases is None:
-        named += [[], [], []]
-    else:
-        b_gate, b_up, b_down = _fused("b_gate", biases, 3)[:3]
+    if biases is not None:
+        b_gate, b_up, b_down = _fused("b_gate", biases, 3)
         for name, tensor, size, text in (
             ("b_gate", b_gate, intermediate, "[E, I]"),
             ("b_up", b_up, intermediate, "[E, I]"),
@@ -267,33 +256,39 @@ def _shapes(x, topk_ids, topk_weights, routed, biases, shared) -> tuple[list[str
         ):
             _check_tensor(name, tensor)
             _expect(name, tensor, (experts, size), text)
-            named.append([(name, tensor)])
-    if shared is None:
-        named += [[], [], [], []]
-    else:
+            named.append((name, tensor, True))
+        parts[3:6] = 1, 1, 1
+    if shared is not None:
         s_gate, s_up, s_down, *rest = _fused("shared_gate", shared, 3, 4)
-        for name, tensor in (("shared_gate", s_gate), ("shared_up", s_up), ("shared_down", s_down)):
-            _check_tensor(name, tensor)
+        _check_tensor("shared_gate", s_gate)
         size = s_gate.shape[0] if s_gate.dim() else 0
-        _expect("shared_gate", s_gate, (size, hidden), "[S, H]")
-        _expect("shared_up", s_up, (size, hidden), "[S, H]")
-        _expect("shared_down", s_down, (hidden, size), "[H, S]")
-        named += [[("shared_gate", s_gate)], [("shared_up", s_up)], [("shared_down", s_down)]]
-        output_gate = rest[0] if rest else None
-        if output_gate is None:
-            named.append([])
-        else:
-            _check_tensor("shared_output_gate", output_gate)
-            if output_gate.dim() != 1:
-                _expect("shared_output_gate", output_gate, (1, hidden), "[1, H]")
-            else:
-                _expect("shared_output_gate", output_gate, (hidden,), "[H]")
-            named.append([("shared_output_gate", output_gate)])
-    return (
-        [name for place in named for name, _ in place],
-        [tensor for place in named for _, tensor in place],
-        [len(place) for place in named],
-    )
+        for name, tensor, wanted, text in (
+            ("shared_gate", s_gate, (size, hidden), "[S, H]"),
+            ("shared_up", s_up, (size, hidden), "[S, H]"),
+            ("shared_down", s_down, (hidden, size), "[H, S]"),
+        ):
+            _check_tensor(name, tensor)
+            _expect(name, tensor, wanted, text)
+            named.append((name, tensor, False))
+        parts[6:9] = 1, 1, 1
+        if rest and rest[0] is not None:
+            name, tensor = "shared_output_gate", rest[0]
+            _check_tensor(name, tensor)
+            _expect(name, tensor, (hidden,) if tensor.dim() == 1 else (1, hidden), "[1, H]")
+            named.append((name, tensor, True))
+            parts[9] = 1
+    return named, parts
+
+
+def _views(name: str, tensor: Tensor, view: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Views of a tensor that have the same views of its main_grad."""
+    views = view(tensor)
+    main_grad = getattr(tensor, "main_grad", None)
+    if main_grad is not None:
+        _check_main_grad(name, tensor, main_grad)
+        for part, of_main_grad in zip(views, view(main_grad), strict=True):
+            part.main_grad = of_main_grad
+    return views
 
 
 def _fused(name: str, tensors: Sequence[Tensor | None], *counts: int) -> list[Tensor | None]:
@@ -308,12 +303,7 @@ def _fused(name: str, tensors: Sequence[Tensor | None], *counts: int) -> list[Te
         if tensors[0].dim() != 2 or tensors[0].shape[dim] % 2:
             allowed = "without an up, [E, 2I] is needed" if dim else "without an up, [2S, H] is needed"
             raise ValueError(f"{name} has shape {list(tensors[0].shape)}: {allowed}")
-        main_grad = getattr(tensors[0], "main_grad", None)
-        tensors[:2] = tensors[0].chunk(2, dim=dim)
-        if main_grad is not None:
-            _check_tensor(f"{name}.main_grad", main_grad)
-            for tensor, half in zip(tensors[:2], main_grad.chunk(2, dim=dim), strict=True):
-                tensor.main_grad = half
+        tensors[:2] = _views(name, tensors[0], lambda t: t.chunk(2, dim=dim))
     return tensors
 
 

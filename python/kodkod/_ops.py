@@ -60,7 +60,7 @@ def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | No
         at += count
     if places[1] is None:
         places[0], places[1] = places[0].chunk(2, dim=1)
-    return [None if place is None else place.contiguous() for place in places]
+    return [place if place is None or place.is_contiguous() else place.contiguous() for place in places]
 
 
 def _scatter(places: list[Tensor | None], parts: Sequence[int]) -> list[Tensor]:
@@ -106,7 +106,7 @@ def _call(x: Tensor, ids: Tensor, topk_weights: Tensor, places: list[Tensor | No
         (ids.data_ptr(), ids.numel()),
         ids.dtype == torch.int64,
         (topk_weights.data_ptr(), topk_weights.numel()),
-        [_span(place) for place in places],
+        [None if place is None else (place.data_ptr(), place.numel()) for place in places],
     )
     return config, inputs
 
@@ -172,28 +172,30 @@ def _through_operators(x: Tensor) -> bool:
 
 class _Moe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, meta, main_grads, x, ids, topk_weights, *weights):
+    def forward(ctx, direct, meta, main_grads, x, ids, topk_weights, *weights):
         parts, main_grad_of, *config = meta
-        if _through_operators(x):
+        if direct:
+            y, context = _forward(x, ids, topk_weights, weights, meta, True)
+        else:
             with torch._C._AutoDispatchBelowAutograd():
                 y, context = torch.ops.kodkod.moe.default(
                     x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, True
                 )
-        else:
-            y, context = _forward(x, ids, topk_weights, weights, meta, True)
         # The accumulators are no inputs of the gradient, and change between a forward and its backward.
         ctx.meta, ctx.main_grads = meta, main_grads
         ctx.save_for_backward(x, ids, topk_weights, context, *weights)
-        ctx.mark_non_differentiable(context)
         ctx.set_materialize_grads(False)
+        if direct:
+            return y
+        ctx.mark_non_differentiable(context)
         return y, context
 
     @staticmethod
-    def backward(ctx, dy, _):
+    def backward(ctx, dy, *_):
         x, ids, topk_weights, context, *weights = ctx.saved_tensors
         parts, main_grad_of, *config = ctx.meta
         if dy is None:
-            return (None,) * (5 + len(weights))
+            return (None,) * (6 + len(weights))
         # Where one weight has a main_grad all are summed in float32, and those without are rounded here.
         sums: list[Tensor] = []
         if main_grad_of:
@@ -215,7 +217,7 @@ class _Moe(torch.autograd.Function):
             d_weights = [
                 None if i in main_grad_of else s.to(w.dtype) for i, (s, w) in enumerate(zip(sums, weights, strict=True))
             ]
-        return None, None, dx, None, d_topk_weights, *d_weights
+        return None, None, None, dx, None, d_topk_weights, *d_weights
 
 
 class _Once(torch.autograd.Function):
@@ -231,7 +233,7 @@ class _Once(torch.autograd.Function):
 
 
 def run(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], main_grads: list[Tensor], meta: Meta):
-    """``y`` of checked arguments; ``x`` and ids are [N, H] and [N, K]."""
+    """``y`` of checked arguments; ``x`` and ids are [..., H] and [..., K]."""
     keep = torch.is_grad_enabled() and (
         x.requires_grad or topk_weights.requires_grad or any(w.requires_grad for w in weights)
     )
@@ -241,7 +243,7 @@ def run(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], mai
             x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, keep
         )[0]
     if keep:
-        return _Moe.apply(meta, main_grads, x, ids, topk_weights, *weights)[0]
+        return _Moe.apply(True, meta, main_grads, x, ids, topk_weights, *weights)
     return _forward(x, ids, topk_weights, weights, meta, False)[0]
 
 
@@ -258,7 +260,7 @@ def _moe_fake(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *c
 def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
     *config, keep = config_and_keep
     if keep and torch.is_grad_enabled():
-        return _Moe.apply((parts, main_grad_of, *config), main_grads, x, ids, topk_weights, *weights)
+        return _Moe.apply(False, (parts, main_grad_of, *config), main_grads, x, ids, topk_weights, *weights)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.kodkod.moe.default(
             x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, keep

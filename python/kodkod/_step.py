@@ -65,7 +65,7 @@ def dump_step(
     for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         _check_tensor(name, tensor)
     routed = (_tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up), _tensors("w_down", w_down))
-    _, weights, parts = _shapes(x, topk_ids, topk_weights, routed, biases, shared)
+    named, parts = _shapes(x, topk_ids, topk_weights, routed, biases, shared)
     limit, alpha = _activation(activation, limit, alpha)
     hidden, top_k = x.shape[-1], topk_ids.shape[-1]
     tensors = {"x": x.reshape(-1, hidden)}
@@ -75,7 +75,7 @@ def dump_step(
         tensors["dy"] = dy.reshape(-1, hidden)
     tensors["topk_ids"] = topk_ids.reshape(-1, top_k)
     tensors["topk_weights"] = topk_weights.reshape(-1, top_k).float()
-    for name, place in zip(_NAMES, _ops._gather(weights, parts), strict=True):
+    for name, place in zip(_NAMES, _ops._gather([weight for _, weight, _ in named], parts), strict=True):
         if place is not None:
             tensors[name] = place.reshape(1, -1) if name == "shared_output_gate" else place
     metadata = {"activation": activation}

@@ -37,7 +37,7 @@ class Routed(NamedTuple):
 
 
 def balance_loss(routed: Routed) -> Tensor:
-    """The load-balancing loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6), over all K routes: a scalar.
+    """The load-balancing loss of the Switch Transformer (arXiv:2101.03961, eq. 4 to 6), of all K routes: a scalar.
 
     ``E * sum over e of f_e P_e``, where ``f_e`` is the share of routes that went to expert e, and ``P_e`` the mean over
     tokens of its share of a token's scores. It is 1 at perfect balance; the gradient flows through ``P``.

@@ -113,12 +113,20 @@ def test_storage_changes_no_bit(storage, dtype):
     bits_equal({k: want[f"d w_{k}"] for k in got}, got)
 
 
-def test_one_expert():
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_one_expert(main_grad):
     step = make(torch.zeros(9, 1, dtype=torch.int64), experts=1).to(torch.float32)
     want = grads(step)
-    weights = [[w.detach()[0]] for w in step.weights]
-    y = kodkod.moe(step.x, step.ids, step.topk_weights, *weights)
+    weights = [w.detach()[0].clone().requires_grad_() for w in step.weights]
+    for weight in weights if main_grad else ():
+        weight.main_grad = torch.zeros(weight.shape)
+    y = kodkod.moe(step.x, step.ids, step.topk_weights, *([weight] for weight in weights))
+    y.backward(torch.ones_like(y))
+    got = [w.main_grad if main_grad else w.grad for w in weights]
+    assert main_grad == all(w.grad is None for w in weights)
     bits_equal({"y": want["y"]}, {"y": y.detach()})
+    names = ("d w_gate", "d w_up", "d w_down")
+    bits_equal({n: want[n][0] for n in names}, dict(zip(names, got, strict=True)))
 
 
 def test_fused_biases_and_shared_experts():

@@ -1,0 +1,77 @@
+"""What a call of ``kodkod.moe`` costs on the CPU beyond the compiled module's own, with tiny inputs.
+
+python bench/overhead.py
+"""
+
+import time
+
+import torch
+
+import kodkod
+from kodkod import _kodkod, _ops
+
+
+def microseconds(run, calls=300, repeats=40):
+    """Of one call, in the quickest of some series: what disturbs a series makes it slower only."""
+    for _ in range(calls):
+        run()
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        best = min(best, time.perf_counter() - begin)
+    return best / calls * 1e6
+
+
+def main():
+    group = kodkod.ExpertGroup.cpu(1, threads=1)
+    tokens, hidden, intermediate, experts, top_k = 2, 8, 8, 2, 1
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+    topk_weights = torch.rand(tokens, top_k, requires_grad=True)
+    shapes = [(experts, intermediate, hidden)] * 2 + [(experts, hidden, intermediate)]
+    weights = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    leaves = [x, topk_weights, *weights]
+    dy = torch.ones_like(x)
+
+    meta = ([1, 1, 1, *[0] * 7], [], "swiglu", None, 1.702, group._number, [-1] * 5)
+    config, inputs = _ops._call(x, ids, topk_weights, _ops._gather(weights, meta[0]), meta)
+    span = _ops._span(torch.empty_like(x))
+    context = _ops._forward(x, ids, topk_weights, weights, meta, True)[1]
+    gradients = [torch.empty_like(t) for t in leaves]
+    spans = [_ops._span(g) for g in gradients]
+
+    def layer():
+        return kodkod.moe(x, ids, topk_weights, *weights, group=group)
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            return torch.empty_like(tensors[0])
+
+        @staticmethod
+        def backward(ctx, dy):
+            return tuple(gradients)
+
+    def both(y):
+        torch.autograd.grad(y, leaves, dy)
+
+    rust = microseconds(lambda: _kodkod.forward(config, inputs, span, True))
+    args = (config, inputs, context.data_ptr(), span, *spans[:2], [*spans[2:], *[None] * 7], True, False)
+    rust_backward = microseconds(lambda: _kodkod.backward(*args))
+    with torch.no_grad():
+        inference = microseconds(layer)
+    training = microseconds(layer)
+    step = microseconds(lambda: both(layer()))
+    empty = microseconds(lambda: both(Nothing.apply(*leaves)))
+    print(f"compiled forward                      {rust:6.1f} us")
+    print(f"kodkod.moe, no_grad                   {inference:6.1f} us: {inference - rust:.1f} over it")
+    print(f"kodkod.moe, for a backward            {training:6.1f} us: {training - rust:.1f} over it")
+    print(f"compiled forward and backward         {rust + rust_backward:6.1f} us")
+    print(f"forward and backward                  {step:6.1f} us")
+    print(f"the same with a Function that is empty {empty:5.1f} us: torch's own part")
+
+
+if __name__ == "__main__":
+    main()

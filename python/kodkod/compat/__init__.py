@@ -1,0 +1,1 @@
+"""Interfaces of other MoE libraries, on kodkod's layer."""
