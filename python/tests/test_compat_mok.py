@@ -308,9 +308,24 @@ def test_refused_passes():
     message = "schedule is of [30, 2] routes: the workspace's are [31, 2]"
     other = workspace_of(step, num_local_tokens=31)
     refused(ValueError, message, mok.forward, CONFIG, other, schedule, *tensors)
-    message = "minibatch_rows is 100: a positive multiple of 128"
-    with pytest.raises(ValueError, match=message):
-        mok.forward(replace(CONFIG, minibatch_size=100), workspace, schedule, *tensors)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "needed"),
+    [
+        ("fwd_num_comm_sms", 0, "1 to 1024 are allowed"),
+        ("bwd_num_comm_sms", 1025, "1 to 1024 are allowed"),
+        ("minibatch_size", 100, "a positive multiple of 128 is needed"),
+        ("macrobatch_size", 5000, "a positive multiple of 4096 is needed"),
+    ],
+)
+def test_refused_configs(field, value, needed):
+    step = make(ids(30, 4, 2), experts=4)
+    workspace, schedule, tensors = start(step)
+    config = replace(CONFIG, **{field: value})
+    message = f"config.{field} is {value}: {needed}"
+    refused(ValueError, message, mok.forward, config, workspace, schedule, *tensors)
+    refused(ValueError, message, mok.build_schedule, workspace, config, step.ids, num_local_experts=4)
 
 
 # E4M3: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; no infinity; the code 0x7f is NaN.

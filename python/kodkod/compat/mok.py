@@ -127,7 +127,7 @@ def create_workspace(
     Raises:
         TypeError, ValueError: an argument is not as above, or the group has several ranks.
     """
-    _instance("config", config, MoKConfig)
+    _check_config(config)
     for name, value, least, step in (
         ("num_local_tokens", num_local_tokens, 0, 1),
         ("hidden_size", hidden_size, 8, 8),
@@ -164,7 +164,7 @@ def build_schedule(
         TypeError, ValueError: an argument is not as above; the first id out of range is named.
     """
     _instance("workspace", workspace, MoKWorkspace)
-    _instance("config", config, MoKConfig)
+    _check_config(config)
     _integer("num_local_experts", num_local_experts)
     if num_local_experts < 1:
         raise ValueError(f"num_local_experts is {num_local_experts}: 1 or more is needed")
@@ -395,7 +395,7 @@ def _check(
     swiglu_limit: float | None,
 ) -> None:
     """Those of a pass's arguments that are there."""
-    _instance("config", config, MoKConfig)
+    _check_config(config)
     _instance("workspace", workspace, MoKWorkspace)
     _instance("schedule", schedule, MoKSchedule)
     tokens, hidden, topk = workspace.num_local_tokens, workspace.hidden_size, workspace.topk
@@ -437,6 +437,20 @@ def _check(
         if name in expected:
             dtype = torch.float32 if name == "router_weights" else torch.bfloat16
             _tensor(name, tensor, dtype, *expected[name])
+
+
+def _check_config(config: MoKConfig) -> None:
+    _instance("config", config, MoKConfig)
+    for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
+        value = getattr(config, name)
+        _integer(f"config.{name}", value)
+        if not 1 <= value <= 1024:
+            raise ValueError(f"config.{name} is {value}: 1 to 1024 are allowed")
+    for name, unit in (("minibatch_size", 128), ("macrobatch_size", config.minibatch_size)):
+        value = getattr(config, name)
+        _integer(f"config.{name}", value)
+        if value < 1 or value % unit:
+            raise ValueError(f"config.{name} is {value}: a positive multiple of {unit} is needed")
 
 
 def _tensor(name: str, value: object, dtype: torch.dtype, shape: tuple[int, ...], text: str) -> None:
