@@ -107,6 +107,7 @@ pub(crate) struct Link {
     pid: u32,
     /// The pass that this rank is in or was in last.
     pass: u64,
+    pass_name: &'static str,
 }
 
 fn control_len(ranks: usize) -> usize {
@@ -186,13 +187,15 @@ impl Link {
             _ => open(&path, rank, ranks, limit)?,
         };
         let pid = std::process::id();
-        let link = Link { file, path, control, data: None, rank, ranks, limit, pid, pass: 0 };
+        let link = Link { file, path, control, data: None, rank, ranks, limit, pid, pass: 0, pass_name: "" };
         let joined = link.take_place().and_then(|()| link.meet(1, "the meeting of the group"));
-        // The name may already stand for another group's file.
+        // After a failure the name may already stand for another group's file.
         if (rank == 0 || joined.is_err()) && os::is_at(&link.file, &link.path) {
             // Where it cannot be unlinked it stays; nothing else depends on it.
             let _ = std::fs::remove_file(&link.path);
         }
+        // The name is free when this returns: who joins a group of the same name next does not find this file.
+        let joined = joined.and_then(|()| link.meet(2, "the meeting of the group"));
         joined.map(|()| link).map_err(|Broken(error)| error)
     }
 
@@ -289,9 +292,9 @@ impl Link {
         self.data.as_ref().map_or(std::ptr::null_mut(), MmapRaw::as_mut_ptr)
     }
 
-    /// A pass begins: nothing is finished.
-    pub(super) fn begin(&mut self, pass: u64) {
-        self.pass = pass;
+    /// A pass begins, of a name such as `a forward`: nothing is finished.
+    pub(super) fn begin(&mut self, pass: u64, name: &'static str) {
+        (self.pass, self.pass_name) = (pass, name);
         self.control.words(self.rank).beat.store(0, Ordering::Relaxed);
     }
 
@@ -336,7 +339,11 @@ impl Link {
             if looked.elapsed() >= tick {
                 looked = Instant::now();
                 if let Some(why) = self.unfinished().find_map(|rank| self.gone(rank)) {
-                    self.control.fail(FAILED, &format!("{why} in the middle of a pass"), self.ranks);
+                    self.control.fail(
+                        FAILED,
+                        &format!("{why} in the middle of {}", self.pass_name),
+                        self.ranks,
+                    );
                     continue;
                 }
             }

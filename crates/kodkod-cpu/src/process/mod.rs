@@ -18,7 +18,7 @@ mod link;
 mod os;
 mod plan;
 
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kodkod_core::program::{Pass, Program};
@@ -44,6 +44,8 @@ pub struct ProcessGroup {
     isa: Isa,
     threads: usize,
     arena: Arc<Arena>,
+    /// Length of the file's data.
+    file: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -113,7 +115,7 @@ impl ProcessGroup {
         let arena = Arc::<Arena>::default();
         let machine = Machine::new(isa, threads, true, arena.clone())?;
         let state = Mutex::new(State { machine, link, calls: 0, broken: None });
-        Ok(ProcessGroup { rank, options, isa, threads, arena, state })
+        Ok(ProcessGroup { rank, options, isa, threads, arena, file: AtomicUsize::new(0), state })
     }
 
     /// This process's rank.
@@ -139,7 +141,7 @@ impl ProcessGroup {
     /// Bytes of buffers that this rank and its contexts hold now, and the most they ever held; the shared file is
     /// counted in both, as a whole.
     pub fn memory(&self) -> (usize, usize) {
-        let file = self.lock().link.data_len();
+        let file = self.file.load(Ordering::Relaxed);
         let (now, most) = self.arena.bytes();
         (now + file, most + file)
     }
@@ -172,7 +174,7 @@ impl ProcessGroup {
             let tokens = state.agree("a forward", own.as_ref().map(Routing::tokens), &facts)?;
             let own = own.map_err(Fault::Refused)?;
             let plan = Plan::new(Pass::Forward, shape, size_of::<T>(), &tokens);
-            state.link.reserve(plan.len)?;
+            self.reserve(state, &plan)?;
             let place = &plan.ranks[self.rank];
             // SAFETY: this rank's part of the plan, which no other rank reads or writes before the meeting.
             unsafe {
@@ -238,7 +240,7 @@ impl ProcessGroup {
             let tokens = state.agree("a backward", own.as_ref().copied(), &facts)?;
             own.map_err(Fault::Refused)?;
             let plan = Plan::new(Pass::Backward, shape, size_of::<T>(), &tokens);
-            state.link.reserve(plan.len)?;
+            self.reserve(state, &plan)?;
             let place = &plan.ranks[self.rank];
             // SAFETY: this rank's part of the plan, which no other rank reads or writes before the meeting.
             unsafe {
@@ -354,6 +356,12 @@ impl ProcessGroup {
         })
     }
 
+    fn reserve(&self, state: &mut State, plan: &Plan) -> Result<(), Broken> {
+        state.link.reserve(plan.len)?;
+        self.file.store(state.link.data_len(), Ordering::Relaxed);
+        Ok(())
+    }
+
     fn run<T: Element>(
         &self,
         state: &mut State,
@@ -371,7 +379,7 @@ impl ProcessGroup {
             let why = format!("internal error: {most} counters, and room for {}", plan.max_counters);
             return Err(state.link.fail(&why).into());
         }
-        state.link.begin(state.calls);
+        state.link.begin(state.calls, if gradients.is_some() { "a backward" } else { "a forward" });
         let data = state.link.data();
         // The offsets lie within the data, or at its end where the part is empty.
         let at = |offset: usize| data.wrapping_add(offset);

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 #[cfg(unix)]
-mod unix {
+mod system {
     use std::fs::OpenOptions;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -58,7 +58,7 @@ mod unix {
 }
 
 #[cfg(not(unix))]
-mod unix {
+mod system {
     use super::{File, Path, io};
 
     pub(in super::super) fn create(_path: &Path) -> io::Result<File> {
@@ -78,7 +78,7 @@ mod unix {
     }
 }
 
-pub(super) use unix::{create, is_at, lock, locked_elsewhere};
+pub(super) use system::{create, is_at, lock, locked_elsewhere};
 
 /// Makes a file at least `len` bytes long. On Linux it has the room for them too: without, a full file system would kill
 /// the process when it writes.
