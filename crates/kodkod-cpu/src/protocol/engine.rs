@@ -132,7 +132,6 @@ impl<'a> Engine<'a> {
     }
 
     /// Another process has done something that a task here may wait for.
-    #[cfg_attr(test, allow(dead_code, reason = "the model checker has no use for it"))]
     pub(crate) fn heard(&self) {
         self.tell(0);
     }

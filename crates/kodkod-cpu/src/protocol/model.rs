@@ -188,10 +188,14 @@ impl Layer {
 /// Time for the deeper of the two searches.
 const DEEPER: Duration = Duration::from_secs(10);
 
+fn deeper_time() -> Duration {
+    let seconds = std::env::var("KODKOD_MODEL_SECONDS").ok().and_then(|s| s.parse().ok());
+    seconds.map_or(DEEPER, Duration::from_secs)
+}
+
 /// The deeper search of a pass.
 fn deeper(pass: Pass, ring_holds: bool) {
-    let seconds = std::env::var("KODKOD_MODEL_SECONDS").ok().and_then(|s| s.parse().ok());
-    search(pass, ring_holds, 3, Some(seconds.map_or(DEEPER, Duration::from_secs)), None);
+    search(pass, ring_holds, 3, Some(deeper_time()), None);
 }
 
 /// Runs `pass` on two workers through the interleavings with at most `preemptions` of them, all or as many as `time`
@@ -272,4 +276,69 @@ fn a_ring_without_its_wait_is_caught() {
 #[should_panic(expected = "Causality violation")]
 fn a_read_without_its_wait_is_caught() {
     search(Pass::Backward, false, 1, None, Some(|wait| matches!(wait.counter, Counter::GradPulled(_))));
+}
+
+/// Each rank in an engine of its own, as ranks that are processes have: what one does at another's counters is heard there
+/// if `heard`.
+fn apart(pass: Pass, preemptions: usize, time: Option<Duration>, heard: bool) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(preemptions);
+    model.max_duration = time;
+    model.max_branches = 20_000;
+    let explored = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let count = explored.clone();
+    model.check(move || {
+        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let layer: &'static Layer = Box::leak(Box::new(Layer::new()));
+        if pass == Pass::Backward {
+            let programs = layer.programs(Pass::Forward, false);
+            let zeros: Vec<_> = programs.iter().map(counters).collect();
+            let zeros = zeros.iter().map(Vec::as_slice).collect();
+            let engine = Engine::new(&programs, 0..RANKS, zeros, None, 1, 0, Duration::from_secs(1), None);
+            engine.work(0, |rank, kind| layer.run(&programs, rank, kind));
+            layer.forget_pushes();
+        }
+        let programs: &'static [Program] = Box::leak(layer.programs(pass, false).into_boxed_slice());
+        let zeros: Vec<_> = programs.iter().map(|p| &*counters(p).leak()).collect();
+        // Set before there is another thread, so outside the model.
+        type Engines = [std::sync::OnceLock<Engine<'static>>; RANKS];
+        let engines: &'static Engines = Box::leak(Box::default());
+        let ring: &'static (dyn Fn(usize) + Sync) = Box::leak(Box::new(move |rank: usize| {
+            if heard {
+                engines[rank].get().expect("set").heard();
+            }
+        }));
+        for (rank, engine) in engines.iter().enumerate() {
+            let (local, limit) = (rank..rank + 1, Duration::from_secs(1));
+            let new = Engine::new(programs, local, zeros.clone(), Some(ring), 1, 1, limit, None);
+            assert!(engine.set(new).is_ok());
+        }
+        let work = |rank: usize| {
+            engines[rank].get().expect("set").work(0, |rank, kind| layer.run(programs, rank, kind));
+        };
+        let other = loom::thread::spawn(move || work(1));
+        work(0);
+        other.join().unwrap();
+        for memory in &layer.memory {
+            let pushed = memory.pushed.iter().flatten().filter(|c| c.get().is_some()).count();
+            assert_eq!(pushed, 2 * RANKS, "rows lost");
+        }
+    });
+    let explored = explored.load(std::sync::atomic::Ordering::Relaxed);
+    println!("{pass:?}, ranks apart: {explored} interleavings with up to {preemptions} preemptions");
+}
+
+#[test]
+fn ranks_apart_hear_each_other_in_every_interleaving() {
+    for pass in [Pass::Forward, Pass::Backward] {
+        apart(pass, 1, None, true);
+        apart(pass, 3, Some(deeper_time() / 2), true);
+    }
+}
+
+/// Who is not told sleeps for good.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn ranks_apart_that_do_not_hear_are_caught() {
+    apart(Pass::Forward, 1, None, false);
 }
