@@ -19,9 +19,9 @@ class Biases(NamedTuple):
     """Biases of the routed experts. Computed with in float32."""
 
     gate: Tensor
-    """[E, I]"""
-    up: Tensor
-    """[E, I]"""
+    """[E, I]; where ``up`` is None, [E, 2I], that of gate before that of up."""
+    up: Tensor | None
+    """[E, I], or None"""
     down: Tensor
     """[E, H]"""
 
@@ -30,9 +30,9 @@ class Shared(NamedTuple):
     """The shared experts, taken together: several are one of their total width S."""
 
     gate: Tensor
-    """[S, H]"""
-    up: Tensor
-    """[S, H]"""
+    """[S, H]; where ``up`` is None, [2S, H], the rows of gate before those of up."""
+    up: Tensor | None
+    """[S, H], or None"""
     down: Tensor
     """[H, S]"""
     output_gate: Tensor | None = None
@@ -93,8 +93,8 @@ def moe(
             rows of gate before those of up.
         w_up: as ``w_gate``, or None. Separate tensors are used as they lie; fused ones and sequences are copied.
         w_down: [E, H, I], or a sequence of E tensors [H, I].
-        biases: of the routed experts. Where ``up`` is None, ``gate`` is [E, 2I].
-        shared: the shared experts. Where ``up`` is None, ``gate`` is [2S, H].
+        biases: of the routed experts.
+        shared: the shared experts.
         activation: ``"swiglu"``, ``silu(g) u``; or ``"swiglu_oai"`` (gpt-oss), ``(u + 1) g sigmoid(alpha g)``.
         limit: clamps ``g <= limit`` and ``|u| <= limit``; the gradient is zero beyond.
         alpha: of ``swiglu_oai``; 1.702 by default.

@@ -12,8 +12,9 @@ class ExpertGroup:
     process, and one pass runs at a time. The results have the same bits for any number of ranks.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, ranks: int, threads: int) -> None:
+        self._options = (ranks, threads)
+        self._number = _kodkod.group_cpu(ranks, threads)
 
     @classmethod
     def cpu(cls, ranks: int = 1, *, threads: int = 0) -> ExpertGroup:
@@ -29,7 +30,7 @@ class ExpertGroup:
                 raise TypeError(f"{name} is {value!r}: an int is needed")
             if value < 0:
                 raise ValueError(f"{name} is {value}: it cannot be negative")
-        return cls(_kodkod.group_cpu(ranks, threads))
+        return cls(ranks, threads)
 
     @property
     def ranks(self) -> int:
@@ -48,6 +49,9 @@ class ExpertGroup:
     def trim(self) -> None:
         """Gives memory that waits for reuse back to the system."""
         _kodkod.group_trim(self._number)
+
+    def __reduce__(self) -> tuple[type[ExpertGroup], tuple[int, int]]:
+        return ExpertGroup, self._options  # a number means nothing in another process
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExpertGroup) and other._number == self._number

@@ -33,16 +33,11 @@ _library = torch.library.Library("kodkod", "DEF")
 _CONFIG = "str activation, float? limit, float alpha, int group, int[] knobs"
 _INPUTS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weights, int[] parts"
 _library.define(
-    f"moe({_INPUTS}, Tensor[] main_grads, int[] main_grad_of, {_CONFIG}, bool keep) -> (Tensor y, Tensor context)",
-    tags=(torch.Tag.needs_exact_strides,),
+    f"moe({_INPUTS}, Tensor[] main_grads, int[] main_grad_of, {_CONFIG}, bool keep) -> (Tensor y, Tensor context)"
 )
+_library.define(f"moe_backward(Tensor dy, Tensor context, {_INPUTS}, {_CONFIG}) -> Tensor[]")
 _library.define(
-    f"moe_backward(Tensor dy, Tensor context, {_INPUTS}, {_CONFIG}) -> Tensor[]",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-_library.define(
-    f"moe_backward_into(Tensor dy, Tensor context, {_INPUTS}, Tensor(a!)[] sums, {_CONFIG}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.needs_exact_strides,),
+    f"moe_backward_into(Tensor dy, Tensor context, {_INPUTS}, Tensor(a!)[] sums, {_CONFIG}) -> (Tensor, Tensor)"
 )
 
 

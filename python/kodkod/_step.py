@@ -24,8 +24,8 @@ from ._functional import (
 )
 from ._group import ExpertGroup
 
-_NAMES = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
-_NAMES += ("shared_gate", "shared_up", "shared_down", "shared_output_gate")
+_NAMES = ["w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"]
+_NAMES += ["shared_gate", "shared_up", "shared_down", "shared_output_gate"]
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 
 

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from ._functional import Biases, moe
@@ -35,9 +36,7 @@ def register(group: ExpertGroup | None = None) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 
 
-def _experts(
-    experts: torch.nn.Module, x: Tensor, ids: Tensor, topk_weights: Tensor, group: ExpertGroup | None
-) -> Tensor:
+def _experts(experts: Any, x: Tensor, ids: Tensor, topk_weights: Tensor, group: ExpertGroup | None) -> Tensor:
     activation, limit, alpha = _activation(experts)
     gate_up, down = experts.gate_up_proj, experts.down_proj
     bias = experts.gate_up_proj_bias if experts.has_bias else None
@@ -66,7 +65,7 @@ def _experts(
     )
 
 
-def _activation(experts: torch.nn.Module) -> tuple[str, float | None, float | None]:
+def _activation(experts: Any) -> tuple[str, float | None, float | None]:
     from transformers.activations import ACT2FN
     from transformers.integrations.moe import _default_apply_gate
 

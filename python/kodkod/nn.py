@@ -73,6 +73,9 @@ class Router(nn.Module):
     Parameters and buffers: ``weight`` [E, H]; ``bias`` [E], float32, a buffer.
     """
 
+    bias: Tensor | None
+    load: Tensor | None
+
     def __init__(
         self,
         hidden: int,
@@ -101,7 +104,6 @@ class Router(nn.Module):
         self.top_k, self.scoring, self.renormalize, self.scaling = top_k, scoring, renormalize, scaling
         self.groups, self.top_groups = groups, top_groups
         self.weight = nn.Parameter(torch.empty(experts, hidden, device=device, dtype=dtype))
-        self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(experts, device=device, dtype=torch.float32) if balance_bias else None)
         load = torch.zeros(experts, device=device, dtype=torch.int64) if balance_bias else None
         self.register_buffer("load", load, persistent=False)
@@ -177,6 +179,17 @@ class MoE(nn.Module):
     Parameters: ``w_gate``, ``w_up`` [E, I, H], ``w_down`` [E, H, I]; ``b_gate``, ``b_up`` [E, I], ``b_down`` [E, H];
     ``shared_gate``, ``shared_up`` [S, H], ``shared_down`` [H, S], ``shared_output_gate`` [1, H]; those of ``router``.
     """
+
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+    shared_gate: Tensor | None
+    shared_up: Tensor | None
+    shared_down: Tensor | None
+    shared_output_gate: Tensor | None
 
     def __init__(
         self,

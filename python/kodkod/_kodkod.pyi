@@ -1,0 +1,45 @@
+"""The compiled half: the layer over plain integers. Private: addresses are believed, so a wrong one is a crash."""
+
+Span = tuple[int, int]
+"""Address of the first element, number of elements."""
+Sizes = tuple[int, int, int, int, int, bool, bool]
+"""Hidden, intermediate, experts, top-k, shared intermediate (0: none), output gate, biases."""
+Config = tuple[int, Sizes, tuple[str, float | None, float], list[int | None], bool]
+"""Group, sizes, activation with limit and alpha, knobs, whether rows and weights are float32, else bfloat16."""
+Inputs = tuple[Span, Span, bool, Span, list[Span | None]]
+"""x, ids, whether those are int64 (else int32), router weights, and ten weights: gate, up, down; their biases; shared
+gate, up, down and output gate."""
+
+class StalledError(RuntimeError):
+    """A pass waited too long for a task and was given up. The message names ranks, tasks and counters."""
+
+def group_cpu(ranks: int, threads: int) -> int:
+    """The number of the group of these virtual ranks on the CPU; ``threads`` 0 is one a core. Number 0 is one rank."""
+
+def group_info(number: int) -> tuple[int, int, str]:
+    """Ranks, threads, and what they run on in a few words."""
+
+def group_memory(number: int) -> tuple[int, int]:
+    """Bytes of symmetric memory held now, and the most ever."""
+
+def group_trim(number: int) -> None:
+    """Gives memory that waits for reuse back to the system."""
+
+def forward(config: Config, inputs: Inputs, y: Span, keep: bool) -> object | None:
+    """Writes ``y``; with ``keep`` it returns the DLPack capsule of what the backward needs."""
+
+def backward(
+    config: Config,
+    inputs: Inputs,
+    context: int,
+    dy: Span,
+    dx: Span,
+    d_topk_weights: Span,
+    weight_gradients: list[Span | None],
+    f32_gradients: bool,
+    accumulate: bool,
+) -> None:
+    """Writes ``dx`` and ``d_topk_weights``, and writes or, with ``accumulate``, adds the gradients of the weights.
+
+    ``context`` is the address of the capsule's tensor; where it is gone, the forward runs again.
+    """
