@@ -122,6 +122,18 @@ def test_same_bits_100_times():
         bits_equal(first, both(step, torch.bfloat16)[0])
 
 
+def test_every_element_is_written():
+    """In torch's deterministic mode, memory that is not yet written holds NaN."""
+    step = everything(without(ids(60, 8, 2), 0.5), 8)
+    want = both(step, torch.bfloat16)[0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(4).isnan().all()
+        bits_equal(want, both(step, torch.bfloat16)[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_token_that_is_not_finite_stays_alone():
     step = make(ids(150, 8, 2), experts=8, shared=40, output_gate=True)
     clean = both(step, torch.float32)[0]

@@ -392,6 +392,17 @@ def test_interleaved_passes():
         bits_equal(dict(enumerate(want[key])), dict(enumerate(got)))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    step = everything(ids(30, 4, 2)).to(torch.bfloat16)
+    want = step.kodkod()
+    with mode():
+        y = step.kodkod()
+    assert want.requires_grad
+    assert not y.requires_grad
+    assert torch.equal(want, y)
+
+
 def test_backward_twice_through_a_retained_graph():
     step = everything(ids(30, 4, 2)).to(torch.bfloat16)
     y = step.kodkod()
