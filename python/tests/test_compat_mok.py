@@ -172,6 +172,16 @@ def test_inside_an_autograd_function():
     bits_equal({n: want[n] for n in order}, {n: t.grad for n, t in zip(order, leaves, strict=True)})
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.float16)])
+def test_a_forward_has_the_same_bits_in_every_mode(mode):
+    step = make(ids(30, 4, 2), experts=4, shared=16)
+    workspace, schedule, tensors = start(step)
+    want = mok.forward(CONFIG, workspace, schedule, *tensors)[0]
+    with mode():
+        got = mok.forward(CONFIG, workspace, schedule, *tensors)[0]
+    bits_equal({"output": want}, {"output": got.clone()})
+
+
 def test_a_tensor_changed_since_the_forward_is_an_error():
     step = make(ids(30, 4, 2), experts=4)
     workspace, schedule, tensors = start(step)

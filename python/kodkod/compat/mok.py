@@ -356,30 +356,26 @@ _INPUTS = (
 )
 
 
-@torch.enable_grad()
 def _run(
     config: MoKConfig, schedule: MoKSchedule, inputs: tuple[Tensor | None, ...], swiglu_limit: float | None
 ) -> MoKForwardContext:
     """A forward from leaves of its own, so that a backward through it ends at this layer."""
     leaves = tuple(None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs)
     x, router_weights, *shared, gate, up, down = leaves
-    output = moe(
-        x,
-        schedule.top_experts,
-        router_weights,
-        gate,
-        up,
-        down,
-        shared=Shared(*shared) if shared[0] is not None and len(shared[0]) else None,
-        limit=swiglu_limit,
-        knobs=Knobs(
-            fwd_comm_sms=config.fwd_num_comm_sms,
-            bwd_comm_sms=config.bwd_num_comm_sms,
-            minibatch_rows=config.minibatch_size,
-            ring_rows=config.macrobatch_size,
-        ),
-        precision="bf16",
+    knobs = Knobs(
+        fwd_comm_sms=config.fwd_num_comm_sms,
+        bwd_comm_sms=config.bwd_num_comm_sms,
+        minibatch_rows=config.minibatch_size,
+        ring_rows=config.macrobatch_size,
     )
+    options = {
+        "shared": Shared(*shared) if shared[0] is not None and len(shared[0]) else None,
+        "limit": swiglu_limit,
+        "knobs": knobs,
+        "precision": "bf16",
+    }
+    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+        output = moe(x, schedule.top_experts, router_weights, gate, up, down, **options)
     return MoKForwardContext(schedule, swiglu_limit, leaves, output)
 
 
