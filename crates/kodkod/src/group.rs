@@ -118,6 +118,16 @@ impl ExpertGroup {
         }
     }
 
+    /// In a group of processes, in place of a call that this rank cannot make, for a reason that its caller has found: every
+    /// rank's call returns an error that gives the reason, and none waits for this one. Returns `why`, or why the group is
+    /// broken. In other groups nobody waits, and it returns `why`.
+    pub fn refuse(&self, why: Error) -> Error {
+        match &self.machine {
+            Machine::Processes(group) => group.refuse(why),
+            Machine::Cpu(_) | Machine::Cuda(_) => why,
+        }
+    }
+
     /// Worker threads; 0 on a GPU.
     pub fn threads(&self) -> usize {
         match &self.machine {

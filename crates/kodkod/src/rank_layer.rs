@@ -12,7 +12,8 @@ use crate::group::{ExpertGroup, Machine};
 /// weights of its own experts, and gives their results, with the same bits as a [`MoeLayer`](crate::MoeLayer) over all
 /// tokens and weights. Rank r of R holds experts r E/R to (r + 1) E/R - 1; token counts may differ, and be 0.
 ///
-/// All ranks make the same calls in the same order, with the same shape, knobs, precision and `accumulate`. Rows and ids are
+/// All ranks make the same calls in the same order, with the same shape, knobs, precision and `accumulate`; one that cannot
+/// tells the others by [`ExpertGroup::refuse`]. Rows and ids are
 /// copied to the shared memory first, those of `x` in a backward again.
 ///
 /// ```
@@ -124,15 +125,9 @@ impl<T: Element> RankLayer<T> {
     ) -> Result<(Vec<T>, Vec<f32>)> {
         if *context.saved.shape() != self.shape {
             let allowed = "the context of this layer's forward is needed";
-            return Err(self.refuse(Error::invalid("context", "of another shape", allowed)));
+            return Err(self.group.refuse(Error::invalid("context", "of another shape", allowed)));
         }
         self.group.backward(&context.saved, dy, x, weights, gradients, accumulate)
-    }
-
-    /// In place of a call that this rank cannot make, for a reason that its caller has found: every rank's call returns an
-    /// error that gives the reason, and none waits for this one. Returns `why`.
-    pub fn refuse(&self, why: Error) -> Error {
-        self.group.refuse(why)
     }
 }
 

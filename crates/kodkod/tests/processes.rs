@@ -426,6 +426,16 @@ fn bits(me: &Me) {
             step_bits::<f32, f32>(name, &single, &group, knobs, split);
             calls += 12;
         }
+        // No route at all, one expert for all, and no token on any rank.
+        for (id, tokens) in [(Some(-1), 140), (Some(3), 140), (None, 0)] {
+            let mut edge = Step::<bf16>::random(half.shape.clone(), tokens, 24);
+            edge.ids.iter_mut().for_each(|to| *to = id.unwrap_or(*to));
+            let knobs = Knobs::for_shape(&half.shape).with_rows(Some(128), Some(128), Some(0));
+            let mut split = Routing::even_split(tokens, me.ranks);
+            split[0] += std::mem::take(&mut split[1]);
+            step_bits::<bf16, f32>(&format!("{name}, all {id:?}"), &edge, &group, knobs, &split);
+            calls += 4;
+        }
     }
     say(format!("{calls} calls, the bits of one rank in each, in {:?}", start.elapsed()));
 }
@@ -494,6 +504,7 @@ fn disagree(me: &Me) {
         let error = result.unwrap_err();
         // The odd rank's own error needs not say which rank that is.
         let text = error.to_string();
+        let text = text.replace(['\t', '\n'], " ");
         match text.split_once(" is refused: ") {
             Some((_, why)) => say(format!("rank 1: {why}")),
             None if text.contains("rank 1") => say(text),
@@ -537,7 +548,7 @@ fn disagree(me: &Me) {
     let none = Weights { gate: if odd { &[] } else { weights.gate }, ..weights };
     error(part.layer.forward(x, ids, topk_weights, &none).map(drop));
     error(match odd {
-        true => Err(part.layer.refuse(Error::Machine("dy is on a far moon".into()))),
+        true => Err(group.refuse(Error::Machine("dy is\ton a\nfar moon".into()))),
         false => part.backward(&first, &mut g, false).map(drop),
     });
     // And all is well again.

@@ -160,21 +160,14 @@ impl Control {
         }
     }
 
-    /// The state, once it is settled.
+    /// The state, once it is settled; [`WRITING`] only where who writes was killed at it.
     fn state(&self) -> u32 {
-        let settled = |state: &u32| *state != WRITING;
         let state = || self.header().state.load(Ordering::Acquire);
-        // Who writes may be killed at it.
-        let patience = Instant::now() + 5 * TICK;
-        loop {
-            if let Some(state) = Some(state()).filter(settled) {
-                return state;
-            }
-            if Instant::now() >= patience {
-                return WRITING;
-            }
+        let start = Instant::now();
+        while state() == WRITING && start.elapsed() < 5 * TICK {
             std::thread::yield_now();
         }
+        state()
     }
 }
 

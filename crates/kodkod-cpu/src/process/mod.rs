@@ -486,7 +486,7 @@ impl State {
         self.calls += 1;
         let mut note = match own {
             Ok(tokens) => format!("tokens\t{tokens}"),
-            Err(error) => format!("refused\t{error}"),
+            Err(error) => format!("refused\t{}", error.to_string().replace(['\t', '\n'], " ")),
         };
         facts.iter().for_each(|(name, value)| note += &format!("\n{name}\t{value}"));
         let notes = self.link.announce(self.calls, what, &note);
