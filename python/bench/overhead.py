@@ -37,7 +37,8 @@ def main():
 
     meta = ([1, 1, 1, *[0] * 7], [], "swiglu", None, 1.702, group._number, [-1] * 5)
     config, inputs = _ops._call(x, ids, topk_weights, _ops._gather(weights, meta[0]), meta)
-    span = _ops._span(torch.empty_like(x))
+    y = torch.empty_like(x)
+    span = _ops._span(y)
     context = _ops._forward(x, ids, topk_weights, weights, meta, True)[1]
     gradients = [torch.empty_like(t) for t in leaves]
     spans = [_ops._span(g) for g in gradients]
@@ -54,8 +55,8 @@ def main():
         def backward(ctx, dy):
             return tuple(gradients)
 
-    def both(y):
-        torch.autograd.grad(y, leaves, dy)
+    def both(out):
+        torch.autograd.grad(out, leaves, dy)
 
     rust = microseconds(lambda: _kodkod.forward(config, inputs, span, True))
     args = (config, inputs, context.data_ptr(), span, *spans[:2], [*spans[2:], *[None] * 7], True, False)
