@@ -136,6 +136,8 @@ def _backward(
     places = _gather(weights, parts)
     config, inputs = _call(x, ids, topk_weights, places, meta)
     if sums:
+        if len({total.data_ptr() for total in sums}) < len(sums):
+            raise ValueError("main_grad of two weights is one tensor: each needs its own")
         # A sum begins with what is there, in any storage: so it is gathered first, and not added to later.
         gradients = _gather(sums, parts)
     else:

@@ -115,6 +115,19 @@ def test_refused(changes, kind, message):
     print(error.value)
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_weights_that_share_a_main_grad(lists):
+    weights = [zeros(4, 8, 16).requires_grad_() for _ in range(2)]
+    if lists:
+        weights = [[w.detach().requires_grad_() for w in weight] for weight in weights]
+    main_grad = zeros(8, 16) if lists else zeros(4, 8, 16)
+    for weight in weights:
+        (weight[2] if lists else weight).main_grad = main_grad
+    y = call(w_gate=weights[0], w_up=weights[1])
+    with pytest.raises(ValueError, match="main_grad of two weights is one tensor"):
+        y.sum().backward()
+
+
 def test_sizes_that_are_no_multiple_name_it():
     step = make(torch.zeros(3, 1, dtype=torch.int64), experts=2, hidden=20, intermediate=8)
     with pytest.raises(ValueError, match="hidden is 20: it must be a multiple of 8"):
