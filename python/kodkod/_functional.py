@@ -85,6 +85,9 @@ def moe(
     A gradient is added to ``parameter.main_grad`` (float32, of the parameter's shape) where the parameter has one, and
     ``parameter.grad`` stays as it is. The sum begins with what is there, in float32.
 
+    In a group of processes it is a collective call, and so is its backward. Gradients of the experts and of the shared
+    experts are sums over the tokens of all ranks; the shared experts' come out whole, with the same bits, on every rank.
+
     Args:
         x: [..., H], bfloat16 or float32.
         topk_ids: [..., K], int32 or int64: the experts of each token; -1 is no route. An expert may come twice.
@@ -98,7 +101,9 @@ def moe(
         activation: ``"swiglu"``, ``silu(g) u``; or ``"swiglu_oai"`` (gpt-oss), ``(u + 1) g sigmoid(alpha g)``.
         limit: clamps ``g <= limit`` and ``|u| <= limit``; the gradient is zero beyond.
         alpha: of ``swiglu_oai``; 1.702 by default.
-        group: the ranks that share the experts; one rank on the CPU by default.
+        group: the ranks that share the experts; one rank on the CPU by default. In a group of processes, ``x``,
+            ``topk_ids`` and ``topk_weights`` are this rank's own tokens, of any number, also 0; the weights and biases
+            are those of its own experts, E in number; ids count the experts of all ranks, 0 to E * ranks - 1.
         knobs: how the work is cut into pieces.
         precision: ``"bf16"``, ``"f32"`` or the dtype: what rows and weights are computed in. Those of another dtype are
             converted, and ``y`` is converted back to the dtype of ``x``. By default it is the dtype of ``x``, which
@@ -111,7 +116,35 @@ def moe(
         TypeError: an argument has a type or dtype that is not allowed.
         ValueError: an argument has a shape, device or value that is not allowed, ids included. Nothing is computed.
         kodkod.StalledError: a task waited too long.
+        RuntimeError: a process of the group has ended, or did not come; the message names its rank.
+
+    In a group of processes an error is raised on every rank: where another rank's argument is the cause, a ValueError
+    names the rank, the argument and the value.
     """
+    number = _group_number(group)
+    try:
+        args, out_dtype = _checked(
+            x,
+            topk_ids,
+            topk_weights,
+            (w_gate, w_up, w_down),
+            biases,
+            shared,
+            (activation, limit, alpha),
+            number,
+            knobs,
+            precision,
+        )
+    except Exception as error:
+        if group is not None and group.of_processes:
+            _kodkod.group_refuse(number, str(error))  # the others may wait for this call
+        raise
+    y = _ops.run(*args)
+    return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, number, knobs, precision):
+    """The arguments of the operators, and the dtype of ``y``."""
     _check_tensor("x", x)
     _check_tensor("topk_ids", topk_ids)
     _check_tensor("topk_weights", topk_weights)
@@ -119,6 +152,7 @@ def moe(
     if device.type != "cpu":
         raise ValueError(f"x is on {x.device}: cpu is needed, this version computes there")
     dtype, out_dtype = _precision(x, precision)
+    w_gate, w_up, w_down = routed
     routed = (_tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up), _tensors("w_down", w_down))
     named, parts = _shapes(x, topk_ids, topk_weights, routed, biases, shared)
 
@@ -144,12 +178,10 @@ def moe(
         weights.append(weight if weight.is_contiguous() else weight.contiguous())
 
     knob_values = [-1] * 5 if knobs is None else [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
-    number = _group_number(group)
-    meta = (parts, main_grad_of, activation, *_activation(activation, limit, alpha), number, knob_values)
+    meta = (parts, main_grad_of, act[0], *_activation(*act), number, knob_values)
     rows = x if x.dtype == dtype else x.to(dtype)
     topk_weights = topk_weights.to(torch.float32)
-    y = _ops.run(rows.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), weights, main_grads, meta)
-    return y if y.dtype == out_dtype else y.to(out_dtype)
+    return (rows.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), weights, main_grads, meta), out_dtype
 
 
 def _check_tensor(name: str, value: object) -> None:

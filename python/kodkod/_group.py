@@ -2,35 +2,84 @@
 
 from __future__ import annotations
 
+import socket
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from . import _kodkod
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MOST_THREADS = 1024
 
 
 class ExpertGroup:
     """The ranks that share the experts of a layer, and the machine that they run on.
 
-    Made by :meth:`cpu`. Groups of equal options are one group: its threads and its memory stay for the life of the
-    process, and one pass runs at a time. The results have the same bits for any number of ranks.
+    Made by :meth:`cpu` or :meth:`processes`. It stays, with its threads and memory, for the life of the process, and one
+    pass runs at a time. The results have the same bits for any number of ranks.
     """
 
-    def __init__(self, ranks: int, threads: int) -> None:
-        self._options = (ranks, threads)
-        self._number = _kodkod.group_cpu(ranks, threads)
+    def __init__(self, number: int, virtual: tuple[int, int] | None) -> None:
+        self._number = number
+        self._virtual = virtual  # ranks and threads of virtual ranks: how to make them again in another process
 
     @classmethod
     def cpu(cls, ranks: int = 1, *, threads: int = 0) -> ExpertGroup:
         """``ranks`` virtual ranks in this process, on ``threads`` threads (0: one a core).
 
-        The number of experts of a layer must be a multiple of ``ranks``. Tokens are dealt evenly.
+        The number of experts of a layer must be a multiple of ``ranks``. Tokens are dealt evenly. Groups of equal options
+        are one group.
 
         Raises:
             ValueError: ``ranks`` or ``threads`` is out of range.
         """
-        for name, value in (("ranks", ranks), ("threads", threads)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}: an int is needed")
-            if value < 0:
-                raise ValueError(f"{name} is {value}: it cannot be negative")
-        return cls(ranks, threads)
+        _check_count("ranks", ranks)
+        _check_count("threads", threads)
+        return cls(_kodkod.group_cpu(ranks, threads), (ranks, threads))
+
+    @classmethod
+    def processes(
+        cls, process_group: ProcessGroup | DeviceMesh | None = None, *, threads: int = 0, timeout: float = 600.0
+    ) -> ExpertGroup:
+        """Each process of a torch process group as a rank, on the CPU of one host: expert parallelism.
+
+        All processes of ``process_group`` call it together; make one group and give it to all layers. With R ranks,
+        rank r holds experts r E/R to (r + 1) E/R - 1 of a layer, and gives :func:`kodkod.moe` its own tokens. All ranks
+        make the same calls, forward and backward, in the same order. Rows move through shared memory (``/dev/shm``).
+
+        Args:
+            process_group: a process group of any backend, or a DeviceMesh of one dimension; the default process group
+                if None.
+            threads: worker threads of this rank; 0 is its share of the cores.
+            timeout: seconds that a rank waits for one that does not come to a call, or not on with it. A process that
+                has ended is found out at once.
+
+        Raises:
+            TypeError, ValueError: an argument has a type or value that is not allowed, here or on another rank.
+            RuntimeError: there is no process group, its processes are on several hosts, or one has ended; with the
+                ranks' names, on every rank.
+        """
+        import torch.distributed as dist
+
+        process_group = _resolve(process_group)
+        rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        error = _problem(threads, timeout)
+        mine = (_host(), uuid.uuid4().hex, None if error is None else str(error))
+        every: list[tuple[tuple[str, str], str, str | None]] = [mine] * ranks
+        dist.all_gather_object(every, mine, group=process_group)
+        if error is not None:
+            raise error
+        for other, (_, _, why) in enumerate(every):
+            if why is not None:
+                raise ValueError(f"ExpertGroup.processes of rank {other} is refused: {why}")
+        _check_hosts([host for host, _, _ in every])
+        name = every[0][1]
+        return cls(_kodkod.group_processes(rank, ranks, name, threads, float(timeout)), None)
 
     @property
     def ranks(self) -> int:
@@ -38,8 +87,18 @@ class ExpertGroup:
         return _kodkod.group_info(self._number)[0]
 
     @property
+    def of_processes(self) -> bool:
+        """Whether it was made by :meth:`processes`."""
+        return self._virtual is None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that this process is, in a group of processes; None in others."""
+        return _kodkod.group_rank(self._number)
+
+    @property
     def threads(self) -> int:
-        """Number of worker threads."""
+        """Number of worker threads of this process."""
         return _kodkod.group_info(self._number)[1]
 
     def memory(self) -> tuple[int, int]:
@@ -50,8 +109,13 @@ class ExpertGroup:
         """Gives memory that waits for reuse back to the system."""
         _kodkod.group_trim(self._number)
 
-    def __reduce__(self) -> tuple[type[ExpertGroup], tuple[int, int]]:
-        return ExpertGroup, self._options  # a number means nothing in another process
+    def __reduce__(self) -> tuple[object, tuple[int, int] | None]:
+        if self.of_processes:
+            raise TypeError("a group of processes cannot be pickled: its ranks are these processes")
+        return _virtual, self._virtual
+
+    def __deepcopy__(self, memo: object) -> ExpertGroup:
+        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExpertGroup) and other._number == self._number
@@ -61,4 +125,75 @@ class ExpertGroup:
 
     def __repr__(self) -> str:
         ranks, _, description = _kodkod.group_info(self._number)
-        return f"ExpertGroup({ranks} ranks, {description})"
+        own = "" if self.rank is None else f"rank {self.rank} of "
+        return f"ExpertGroup({own}{ranks} ranks, {description})"
+
+
+def _virtual(ranks: int, threads: int) -> ExpertGroup:
+    return ExpertGroup.cpu(ranks, threads=threads)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}: an int is needed")
+    if value < 0:
+        raise ValueError(f"{name} is {value}: it cannot be negative")
+
+
+def _problem(threads: object, timeout: object) -> Exception | None:
+    """What is wrong with the arguments of a rank: raised after the others have heard of it."""
+    try:
+        _check_count("threads", threads)
+        if threads > _MOST_THREADS:
+            raise ValueError(f"threads is {threads}: 0 to {_MOST_THREADS} are allowed")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"timeout is {timeout!r}: a number of seconds is needed")
+        if not 0 < timeout < 1e9:
+            raise ValueError(f"timeout is {timeout}: a positive number of seconds is needed")
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _resolve(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("there is no process group: torch.distributed.init_process_group is needed first")
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("process_group is NON_GROUP_MEMBER: this process is none of its ranks")
+    if isinstance(process_group, dist.device_mesh.DeviceMesh):
+        if process_group.ndim != 1:
+            names = process_group.mesh_dim_names
+            example = f", such as mesh[{names[-1]!r}]" if names else ""
+            raise ValueError(f"process_group is a DeviceMesh of {process_group.ndim} dimensions: 1 is needed{example}")
+        return process_group.get_group()
+    raise TypeError(f"process_group is a {type(process_group).__name__}: a ProcessGroup or a DeviceMesh is needed")
+
+
+def _host() -> tuple[str, str]:
+    """The host's name, and what tells whether two processes share memory: the boot and the file system of /dev/shm."""
+    name = socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return name, f"{boot} {Path('/dev/shm').stat().st_dev}"
+    except OSError:
+        return name, name
+
+
+def _check_hosts(hosts: Sequence[tuple[str, str]]) -> None:
+    if len({identity for _, identity in hosts}) == 1:
+        return
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    places = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} on {name}"
+        for (name, _), ranks in ranks_of.items()
+    )
+    raise RuntimeError(
+        f"the processes do not share memory: {places}. Those of one host, with one /dev/shm, are needed: "
+        "a process group for each host is made by torch.distributed.new_subgroups"
+    )

@@ -3,7 +3,7 @@
 Span = tuple[int, int]
 """Address of the first element, number of elements."""
 Sizes = tuple[int, int, int, int, int, bool, bool]
-"""Hidden, intermediate, experts, top-k, shared intermediate (0: none), output gate, biases."""
+"""Hidden, intermediate, experts that there are weights of, top-k, shared intermediate (0: none), output gate, biases."""
 Config = tuple[int, Sizes, tuple[str, float | None, float], list[int | None], bool]
 """Group, sizes, activation with limit and alpha, knobs, whether rows and weights are float32, else bfloat16."""
 Inputs = tuple[Span, Span, bool, Span, list[Span | None]]
@@ -15,6 +15,18 @@ class StalledError(RuntimeError):
 
 def group_cpu(ranks: int, threads: int) -> int:
     """The number of the group of these virtual ranks on the CPU; ``threads`` 0 is one a core. Number 0 is one rank."""
+
+def group_processes(rank: int, ranks: int, name: str, threads: int, timeout: float) -> int:
+    """The number of a new group of processes, of which this one is rank ``rank``; all give the same new name.
+
+    ``timeout`` is in seconds.
+    """
+
+def group_rank(number: int) -> int | None:
+    """The rank that this process is, in a group of processes."""
+
+def group_refuse(number: int, why: str) -> None:
+    """Tells the other ranks of a group of processes that this one cannot make its call; in other groups nothing."""
 
 def group_info(number: int) -> tuple[int, int, str]:
     """Ranks, threads, and what they run on in a few words."""

@@ -137,7 +137,9 @@ def _backward(
     config, inputs = _call(x, ids, topk_weights, places, meta)
     if sums:
         if len({total.data_ptr() for total in sums}) < len(sums):
-            raise ValueError("main_grad of two weights is one tensor: each needs its own")
+            why = "main_grad of two weights is one tensor: each needs its own"
+            _kodkod.group_refuse(meta[5], why)
+            raise ValueError(why)
         # A sum begins with what is there, in any storage: so it is gathered first, and not added to later.
         gradients = _gather(sums, parts)
     else:
@@ -192,7 +194,9 @@ class _Moe(torch.autograd.Function):
         x, ids, topk_weights, context, *weights = ctx.saved_tensors
         parts, main_grad_of, *config = ctx.meta
         if dy is None:
-            return (None,) * (6 + len(weights))
+            if _kodkod.group_rank(ctx.meta[5]) is None:
+                return (None,) * (6 + len(weights))
+            dy = torch.zeros_like(x)  # the other processes' rows may have a gradient here
         # Where one weight has a main_grad all are summed in float32, and those without are rounded here.
         sums: list[Tensor] = []
         if main_grad_of:

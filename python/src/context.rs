@@ -9,14 +9,20 @@ use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use kodkod::{Context, bf16};
+use kodkod::{Context, RankContext, bf16};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
 /// A context in either precision.
 pub(crate) enum Kept {
-    F32(Context<f32>),
-    Bf16(Context<bf16>),
+    F32(Left<f32>),
+    Bf16(Left<bf16>),
+}
+
+/// What the forward of a whole layer, or of one rank's part of it, left.
+pub(crate) enum Left<T> {
+    Whole(Context<T>),
+    Part(RankContext<T>),
 }
 
 static TABLE: LazyLock<Mutex<HashMap<usize, Arc<Kept>>>> = LazyLock::new(Mutex::default);

@@ -4,6 +4,7 @@
 //! is gone. Equal options are one group: its threads and memory are shared, as one pass runs at a time anyway.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kodkod::{CpuOptions, Error, ExpertGroup, Result};
 use pyo3::prelude::*;
@@ -15,9 +16,11 @@ struct Groups {
     made: Vec<Made>,
 }
 
-struct Made {
-    options: CpuOptions,
-    group: Option<ExpertGroup>,
+enum Made {
+    /// Virtual ranks; started anew in a fork.
+    Cpu { options: CpuOptions, group: Option<ExpertGroup> },
+    /// This process as one of several ranks. A fork of it is none of them, and is told so when it makes a call.
+    Processes(ExpertGroup),
 }
 
 // Locked under the interpreter's lock only, and a fork from Python holds that one: a child never finds this one taken.
@@ -27,14 +30,16 @@ fn groups(_: Python<'_>) -> MutexGuard<'static, Groups> {
     let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
     if groups.made.is_empty() {
         // Number 0 is the default, and starts its threads when it is first used.
-        groups.made.push(Made { options: CpuOptions::default(), group: None });
+        groups.made.push(Made::Cpu { options: CpuOptions::default(), group: None });
     }
     let process = std::process::id();
     if groups.process != process {
         // A fork takes no threads along, so a child starts its groups anew. Those of the parent are forgotten: to drop
         // them would wait for threads that are not there.
         for made in &mut groups.made {
-            std::mem::forget(made.group.take());
+            if let Made::Cpu { group, .. } = made {
+                std::mem::forget(group.take());
+            }
         }
         groups.process = process;
     }
@@ -52,9 +57,9 @@ fn find(py: Python<'_>, number: usize) -> Result<ExpertGroup> {
         .made
         .get_mut(number)
         .ok_or_else(|| Error::invalid("group", number, "there is no such group"))?;
-    match &made.group {
-        Some(group) => Ok(group.clone()),
-        None => Ok(made.group.insert(ExpertGroup::cpu_with(made.options.clone())?).clone()),
+    match made {
+        Made::Cpu { group: Some(group), .. } | Made::Processes(group) => Ok(group.clone()),
+        Made::Cpu { options, group } => Ok(group.insert(ExpertGroup::cpu_with(options.clone())?).clone()),
     }
 }
 
@@ -63,12 +68,52 @@ fn find(py: Python<'_>, number: usize) -> Result<ExpertGroup> {
 pub(crate) fn group_cpu(py: Python<'_>, ranks: usize, threads: usize) -> PyResult<usize> {
     let options = CpuOptions { ranks, threads, ..CpuOptions::default() };
     let mut groups = groups(py);
-    if let Some(number) = groups.made.iter().position(|made| made.options == options) {
+    let equal = |made: &Made| matches!(made, Made::Cpu { options: of_made, .. } if *of_made == options);
+    if let Some(number) = groups.made.iter().position(equal) {
         return Ok(number);
     }
     let group = ExpertGroup::cpu_with(options.clone()).map_err(|e| exception(&e))?;
-    groups.made.push(Made { options, group: Some(group) });
+    groups.made.push(Made::Cpu { options, group: Some(group) });
     Ok(groups.made.len() - 1)
+}
+
+/// The number of a new group of processes, of which this one is rank `rank`; all give the same new name. `timeout` is in
+/// seconds.
+#[pyfunction]
+pub(crate) fn group_processes(
+    py: Python<'_>,
+    rank: usize,
+    ranks: usize,
+    name: &str,
+    threads: usize,
+    timeout: f64,
+) -> PyResult<usize> {
+    let group = without_lock(py, || {
+        let wait_limit = Duration::try_from_secs_f64(timeout)
+            .map_err(|_| Error::invalid("timeout", timeout, "a positive number of seconds is needed"))?;
+        let options = CpuOptions { threads, wait_limit, ..CpuOptions::default() };
+        ExpertGroup::cpu_processes(rank, ranks, name, options)
+    })?;
+    let mut groups = groups(py);
+    groups.made.push(Made::Processes(group));
+    Ok(groups.made.len() - 1)
+}
+
+/// Tells the other ranks of a group of processes that this one cannot make its call, and why; in other groups nothing.
+#[pyfunction]
+pub(crate) fn group_refuse(py: Python<'_>, number: usize, why: String) -> PyResult<()> {
+    let group = group(py, number)?;
+    without_lock(py, || {
+        // The caller raises the reason itself, also where the group is broken.
+        let _: Error = group.refuse(Error::Machine(why));
+        Ok(())
+    })
+}
+
+/// The rank that this process is, in a group of processes.
+#[pyfunction]
+pub(crate) fn group_rank(py: Python<'_>, number: usize) -> PyResult<Option<usize>> {
+    Ok(group(py, number)?.rank())
 }
 
 /// Ranks, threads, and what they run on in a few words.

@@ -22,7 +22,9 @@ mod _kodkod {
     #[pymodule_export]
     use super::errors::StalledError;
     #[pymodule_export]
-    use super::groups::{group_cpu, group_info, group_memory, group_trim};
+    use super::groups::{
+        group_cpu, group_info, group_memory, group_processes, group_rank, group_refuse, group_trim,
+    };
     #[pymodule_export]
     use super::pass::{backward, forward};
 }

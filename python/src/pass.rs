@@ -3,17 +3,17 @@
 use std::sync::Arc;
 
 use kodkod::{
-    Activation, Biases, Context, Element, Error, ExpertGroup, GradientElement, Knobs, MoeLayer, Result,
-    Routing, Shape, Shared, SharedWeights, WeightGradients, Weights, bf16,
+    Activation, Biases, Element, Error, ExpertGroup, GradientElement, Knobs, MoeLayer, RankContext,
+    RankLayer, Result, Routing, Shape, Shared, SharedWeights, WeightGradients, Weights, bf16,
 };
 use pyo3::prelude::*;
 
-use crate::context::{self, Kept};
-use crate::errors::{exception, without_lock};
+use crate::context::{self, Kept, Left};
+use crate::errors::without_lock;
 use crate::groups::group;
 use crate::memory::{Span, elements, elements_mut};
 
-/// Hidden, intermediate, experts, top-k, shared intermediate (0: none), output gate, biases.
+/// Hidden, intermediate, experts that there are weights of, top-k, shared intermediate (0: none), output gate, biases.
 type Sizes = (usize, usize, usize, usize, usize, bool, bool);
 /// Name, limit, alpha.
 type Act = (String, Option<f32>, f32);
@@ -40,28 +40,122 @@ struct Call {
 impl Call {
     fn new(py: Python<'_>, config: Config, inputs: Inputs) -> PyResult<Self> {
         let Config(number, sizes, act, knobs, f32) = config;
+        let group = group(py, number)?;
         let (hidden, intermediate, experts, top_k, shared, output_gate, biases) = sizes;
         let (name, limit, alpha) = act;
         let activation = match name.as_str() {
             "swiglu" => Activation::SwiGlu { limit },
             "swiglu_oai" => Activation::SwiGluOai { alpha, limit },
             _ => {
-                let error =
-                    Error::invalid("activation", format!("{name:?}"), "swiglu and swiglu_oai are allowed");
-                return Err(exception(&error));
+                let allowed = "swiglu and swiglu_oai are allowed";
+                let error = Error::invalid("activation", format!("{name:?}"), allowed);
+                return without_lock(py, || Err(group.refuse(error)));
             }
         };
+        // A process has the weights of its own experts alone.
+        let experts = if group.rank().is_some() { experts.saturating_mul(group.ranks()) } else { experts };
         let shared = (shared > 0).then_some(Shared { intermediate: shared, output_gate });
         let shape = Shape { hidden, intermediate, experts, top_k, shared, activation, biases };
         let [fwd_comm_sms, bwd_comm_sms, minibatch, ring, saved] = knobs;
         let mut knobs = Knobs::for_shape(&shape).with_rows(minibatch, ring, saved);
         knobs.fwd_comm_sms = fwd_comm_sms.unwrap_or(knobs.fwd_comm_sms);
         knobs.bwd_comm_sms = bwd_comm_sms.unwrap_or(knobs.bwd_comm_sms);
-        Ok(Call { group: group(py, number)?, shape, knobs, f32, inputs })
+        Ok(Call { group, shape, knobs, f32, inputs })
     }
 
     fn layer<T: Element>(&self) -> Result<MoeLayer<T>> {
         MoeLayer::new(&self.group, self.shape.clone(), self.knobs)
+    }
+
+    fn rank_layer<T: Element>(&self) -> Result<RankLayer<T>> {
+        RankLayer::new(&self.group, self.shape.clone(), self.knobs)
+    }
+
+    /// `y`, and what the backward needs.
+    ///
+    /// # Safety
+    /// As for [`elements`], for all inputs.
+    unsafe fn forward<T: Element>(&self) -> Result<(Vec<T>, Left<T>)> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.group.rank().is_some() {
+                let (y, context) = self.rank_forward()?;
+                return Ok((y, Left::Part(context)));
+            }
+            let (y, context) = self.layer::<T>()?.forward(self.x()?, &self.routing()?, &self.weights()?)?;
+            Ok((y, Left::Whole(context)))
+        }
+    }
+
+    /// # Safety
+    /// As for [`elements`], for all inputs.
+    unsafe fn rank_forward<T: Element>(&self) -> Result<(Vec<T>, RankContext<T>)> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.inputs.2 {
+                true => self.rank_forward_of::<T, i64>(),
+                false => self.rank_forward_of::<T, i32>(),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`elements`], for all inputs; ids are of type `I`.
+    unsafe fn rank_forward_of<T: Element, I: Copy + Into<i64>>(&self) -> Result<(Vec<T>, RankContext<T>)> {
+        // SAFETY: the caller's promise.
+        let inputs = || unsafe {
+            let (_, ids, _, topk_weights, _) = self.inputs;
+            let ids = elements::<I>("topk_ids", ids)?;
+            let topk_weights = elements("topk_weights", topk_weights)?;
+            Ok((self.rank_layer()?, self.x()?, ids, topk_weights, self.weights()?))
+        };
+        // The layer's errors reach every rank; one before its call would leave them waiting.
+        let (layer, x, ids, topk_weights, weights) = inputs().map_err(|e| self.group.refuse(e))?;
+        layer.forward(x, ids, topk_weights, &weights)
+    }
+
+    /// `dx` and `d_topk_weights`. Where `left` is none, or of another kind of group, the forward runs again.
+    ///
+    /// # Safety
+    /// As for [`elements`], for all inputs and `dy`; as for [`elements_mut`], for all gradients.
+    unsafe fn backward<T: Element, G: GradientElement>(
+        &self,
+        left: Option<&Left<T>>,
+        dy: Span,
+        parts: Parts,
+        accumulate: bool,
+    ) -> Result<(Vec<T>, Vec<f32>)> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.group.rank().is_some() {
+                let again;
+                let context = match left {
+                    Some(Left::Part(context)) => context,
+                    _ => {
+                        again = self.rank_forward()?.1;
+                        &again
+                    }
+                };
+                let inputs = || {
+                    let (layer, x, weights) = (self.rank_layer()?, self.x()?, self.weights()?);
+                    Ok((layer, elements("dy", dy)?, x, weights, gradients::<G>(parts)?))
+                };
+                let (layer, dy, x, weights, gradients) = inputs().map_err(|e| self.group.refuse(e))?;
+                return layer.backward(context, dy, x, &weights, gradients, accumulate);
+            }
+            let (layer, x, routing, weights) =
+                (self.layer::<T>()?, self.x()?, self.routing()?, self.weights()?);
+            let again;
+            let context = match left {
+                Some(Left::Whole(context)) => context,
+                _ => {
+                    again = layer.forward(x, &routing, &weights)?.1;
+                    &again
+                }
+            };
+            let (dy, gradients) = (elements("dy", dy)?, gradients::<G>(parts)?);
+            layer.backward(context, dy, x, &routing, &weights, gradients, accumulate)
+        }
     }
 
     /// # Safety
@@ -177,12 +271,12 @@ pub(crate) fn forward(
     y: Span,
     keep: bool,
 ) -> PyResult<Option<Py<PyAny>>> {
-    fn run<T: Element>(call: &Call, y: Span) -> Result<Context<T>> {
+    fn run<T: Element>(call: &Call, y: Span) -> Result<Left<T>> {
         // SAFETY: the spans are live tensors of these types: `kodkod._ops` holds them for the call, and `y` is new.
         unsafe {
-            let (out, context) = call.layer::<T>()?.forward(call.x()?, &call.routing()?, &call.weights()?)?;
+            let (out, left) = call.forward()?;
             write("y", &out, y)?;
-            Ok(context)
+            Ok(left)
         }
     }
     let call = Call::new(py, config, inputs)?;
@@ -213,7 +307,7 @@ pub(crate) fn backward(
 ) -> PyResult<()> {
     fn run<T: Element, G: GradientElement>(
         call: &Call,
-        kept: Option<&Context<T>>,
+        left: Option<&Left<T>>,
         dy: Span,
         dx: Span,
         d_topk_weights: Span,
@@ -223,15 +317,7 @@ pub(crate) fn backward(
         // SAFETY: the spans are live tensors of these types: `kodkod._ops` holds them for the call, and those that are
         // written are new, or accumulators that the caller gave for that.
         unsafe {
-            let (layer, x, routing, weights) =
-                (call.layer::<T>()?, call.x()?, call.routing()?, call.weights()?);
-            let again = match kept {
-                None => Some(layer.forward(x, &routing, &weights)?.1),
-                Some(_) => None,
-            };
-            let context = kept.or(again.as_ref()).expect("one of the two is there");
-            let (dy, gradients) = (elements("dy", dy)?, gradients::<G>(parts)?);
-            let (out, d_w) = layer.backward(context, dy, x, &routing, &weights, gradients, accumulate)?;
+            let (out, d_w) = call.backward::<T, G>(left, dy, parts, accumulate)?;
             write("dx", &out, dx)?;
             write("d_topk_weights", &d_w, d_topk_weights)
         }
@@ -239,10 +325,10 @@ pub(crate) fn backward(
     let call = Call::new(py, config, inputs)?;
     let kept = context::find(context);
     without_lock(py, || {
-        let (kept_f32, kept_bf16): (Option<&Context<f32>>, Option<&Context<bf16>>) =
+        let (kept_f32, kept_bf16): (Option<&Left<f32>>, Option<&Left<bf16>>) =
             match kept.as_ref().map(Arc::as_ref) {
-                Some(Kept::F32(context)) => (Some(context), None),
-                Some(Kept::Bf16(context)) => (None, Some(context)),
+                Some(Kept::F32(left)) => (Some(left), None),
+                Some(Kept::Bf16(left)) => (None, Some(left)),
                 None => (None, None),
             };
         let (parts, d_w) = (weight_gradients, d_topk_weights);
