@@ -86,7 +86,7 @@ def moe(
     ``parameter.grad`` stays as it is. The sum begins with what is there, in float32.
 
     In a group of processes it is a collective call, and so is its backward. Gradients of the experts and of the shared
-    experts are sums over the tokens of all ranks; the shared experts' come out whole, with the same bits, on every rank.
+    experts are sums over the tokens of all ranks; the shared experts' are whole, with the same bits, on every rank.
 
     Args:
         x: [..., H], bfloat16 or float32.
@@ -137,10 +137,16 @@ def moe(
         )
     except Exception as error:
         if group is not None and group.of_processes:
-            _kodkod.group_refuse(number, str(error))  # the others may wait for this call
+            _refuse(number, str(error))
         raise
     y = _ops.run(*args)
     return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+@torch.compiler.assume_constant_result  # so that a compiler calls it while it looks at the arguments
+def _refuse(number: int, why: str) -> None:
+    """The other processes may wait for this one's call: they get the reason as an error."""
+    _kodkod.group_refuse(number, why)
 
 
 def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, number, knobs, precision):

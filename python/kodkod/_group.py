@@ -20,8 +20,8 @@ _MOST_THREADS = 1024
 class ExpertGroup:
     """The ranks that share the experts of a layer, and the machine that they run on.
 
-    Made by :meth:`cpu` or :meth:`processes`. It stays, with its threads and memory, for the life of the process, and one
-    pass runs at a time. The results have the same bits for any number of ranks.
+    Made by :meth:`cpu` or :meth:`processes`. It stays, with its threads and memory, for the life of the process, and
+    one pass runs at a time. The results have the same bits for any number of ranks.
     """
 
     def __init__(self, number: int, virtual: tuple[int, int] | None) -> None:
@@ -32,8 +32,8 @@ class ExpertGroup:
     def cpu(cls, ranks: int = 1, *, threads: int = 0) -> ExpertGroup:
         """``ranks`` virtual ranks in this process, on ``threads`` threads (0: one a core).
 
-        The number of experts of a layer must be a multiple of ``ranks``. Tokens are dealt evenly. Groups of equal options
-        are one group.
+        The number of experts of a layer must be a multiple of ``ranks``. Tokens are dealt evenly. Groups of equal
+        options are one group.
 
         Raises:
             ValueError: ``ranks`` or ``threads`` is out of range.

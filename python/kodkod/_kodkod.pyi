@@ -3,7 +3,7 @@
 Span = tuple[int, int]
 """Address of the first element, number of elements."""
 Sizes = tuple[int, int, int, int, int, bool, bool]
-"""Hidden, intermediate, experts that there are weights of, top-k, shared intermediate (0: none), output gate, biases."""
+"""Hidden, intermediate, experts with weights here, top-k, shared intermediate (0: none), output gate, biases."""
 Config = tuple[int, Sizes, tuple[str, float | None, float], list[int | None], bool]
 """Group, sizes, activation with limit and alpha, knobs, whether rows and weights are float32, else bfloat16."""
 Inputs = tuple[Span, Span, bool, Span, list[Span | None]]

@@ -26,8 +26,11 @@ def register(group: ExpertGroup | None = None) -> None:
     every call. Others get an error that names the class.
 
     Args:
-        group: the ranks that share the experts; one rank on the CPU by default.
+        group: the ranks that share the experts; one rank on the CPU by default. Processes are not served: a module of
+            transformers holds all experts, where a process has its own alone.
     """
+    if group is not None and group.of_processes:
+        raise ValueError(f"group is {group!r}: one of ExpertGroup.cpu is needed, or kodkod.nn.MoE for processes")
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ._functional import Biases, Knobs, Shared, moe
 from ._group import ExpertGroup
 
-__all__ = ["MoE", "Routed", "Router", "balance_loss"]
+__all__ = ["MoE", "Routed", "Router", "balance_loss", "expert_parameter_names"]
 
 
 class Routed(NamedTuple):
@@ -172,12 +172,15 @@ class MoE(nn.Module):
         shared: S, the total width of the shared experts; 0 for none.
         output_gate: whether the shared experts' output is multiplied by ``sigmoid(x . output_gate)`` (Qwen2-MoE).
         biases: whether the routed experts have biases (gpt-oss).
-        activation, limit, alpha, group, knobs, precision: see :func:`kodkod.moe`.
+        activation, limit, alpha, group, knobs, precision: see :func:`kodkod.moe`. In a group of processes this block
+            holds the experts of its own rank alone, E / ranks of them.
         device, dtype: of the parameters.
         router: further arguments of :class:`Router`.
 
     Parameters: ``w_gate``, ``w_up`` [E, I, H], ``w_down`` [E, H, I]; ``b_gate``, ``b_up`` [E, I], ``b_down`` [E, H];
     ``shared_gate``, ``shared_up`` [S, H], ``shared_down`` [H, S], ``shared_output_gate`` [1, H]; those of ``router``.
+    In a group of processes E is ``held``, the experts ``first`` to ``first + held - 1``, except in the router. All
+    ranks must have the same router and shared experts: begin with the same seed, or the same state.
     """
 
     w_gate: Tensor
@@ -217,13 +220,20 @@ class MoE(nn.Module):
         self.router = Router(hidden, experts, top_k, device=device, dtype=dtype, **router)
         self.activation, self.limit, self.alpha = activation, limit, alpha
         self.group, self.knobs, self.precision = group, knobs, precision
+        self.experts = self.held = experts
+        self.first = 0
+        if group is not None and group.of_processes:
+            if experts % group.ranks:
+                raise ValueError(f"experts is {experts}: a multiple of the {group.ranks} ranks is needed")
+            self.held = experts // group.ranks
+            self.first = group.rank * self.held
         shapes = {
-            "w_gate": (experts, intermediate, hidden),
-            "w_up": (experts, intermediate, hidden),
-            "w_down": (experts, hidden, intermediate),
-            "b_gate": (experts, intermediate) if biases else None,
-            "b_up": (experts, intermediate) if biases else None,
-            "b_down": (experts, hidden) if biases else None,
+            "w_gate": (self.held, intermediate, hidden),
+            "w_up": (self.held, intermediate, hidden),
+            "w_down": (self.held, hidden, intermediate),
+            "b_gate": (self.held, intermediate) if biases else None,
+            "b_up": (self.held, intermediate) if biases else None,
+            "b_down": (self.held, hidden) if biases else None,
             "shared_gate": (shared, hidden) if shared else None,
             "shared_up": (shared, hidden) if shared else None,
             "shared_down": (hidden, shared) if shared else None,
@@ -235,10 +245,20 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights uniform, of standard deviation ``fan_in^-0.5 / sqrt 3``; biases zero."""
+        """Weights uniform, of standard deviation ``fan_in^-0.5 / sqrt 3``; biases zero.
+
+        From the same seed, the processes of a group begin with the weights of one process.
+        """
         self.router.reset_parameters()
         for name, weight in self.named_parameters(recurse=False):
-            nn.init.zeros_(weight) if name.startswith("b_") else _uniform(weight)
+            if name.startswith("b_"):
+                nn.init.zeros_(weight)
+            elif not name.startswith("w_"):
+                _uniform(weight)
+            else:
+                other = torch.empty_like(weight[0])
+                for e in range(self.experts):  # other ranks' are drawn too, and thrown away
+                    _uniform(weight[e - self.first] if 0 <= e - self.first < self.held else other)
 
     def forward(self, x: Tensor, routed: Routed | None = None) -> Tensor:
         """[..., H] for ``x`` [..., H]. Give ``routed``, from :attr:`router`, to use its scores elsewhere too."""
@@ -265,8 +285,9 @@ class MoE(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        experts, intermediate, hidden = self.w_gate.shape
-        return f"hidden={hidden}, intermediate={intermediate}, experts={experts}"
+        _, intermediate, hidden = self.w_gate.shape
+        own = "" if self.held == self.experts else f", {self.first} to {self.first + self.held - 1} here"
+        return f"hidden={hidden}, intermediate={intermediate}, experts={self.experts}{own}"
 
     # Hugging Face
 
@@ -282,8 +303,12 @@ class MoE(nn.Module):
         """Copies of all weights under the names of a model family, each after ``prefix`` (``model.layers.3.mlp.``).
 
         ``fused`` gives the names of the modules of transformers 5, where all experts' gate and up are one tensor; else
-        they are the names of checkpoint files, a tensor a matrix.
+        they are the names of checkpoint files, a tensor a matrix. In a group of processes they are those of this rank's
+        experts, by their numbers among all, and of all else: the ranks' dictionaries together are the whole. There
+        ``fused`` is an error.
         """
+        if fused and self.held < self.experts:
+            raise ValueError(f"fused is True: this rank holds {self.held} of {self.experts} experts, False is needed")
         views = self._hf_views(family, fused)
         return {
             prefix + key: torch.cat([v.detach() for v in parts], dim=-2)
@@ -296,6 +321,9 @@ class MoE(nn.Module):
     def load_hf(self, state: Mapping[str, Tensor], family: str, *, prefix: str = "") -> None:
         """Copies the weights of a Hugging Face state dictionary into this block.
 
+        In a group of processes each rank takes its own experts' from the state of all; keys of other ranks' experts may
+        be missing.
+
         Args:
             state: whatever it has after ``prefix`` must be this block's; names of checkpoint files or, with
                 ``experts.gate_up_proj``, of the modules of transformers 5.
@@ -307,9 +335,17 @@ class MoE(nn.Module):
             ValueError: a tensor has another shape, or this block has a part that the family has not.
         """
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        views = self._hf_views(family, "experts.gate_up_proj" in own)
+        fused = "experts.gate_up_proj" in own
+        views = self._hf_views(family, fused)
+        others = set()
+        if fused:
+            for key in ("experts.gate_up_proj", "experts.down_proj"):
+                if key in own and own[key].dim() == 3 and len(own[key]) == self.experts:
+                    own[key] = own[key][self.first : self.first + self.held]
+        else:
+            others = {key for e in range(self.experts) for key in _matrices(family, e)}
         missing = [prefix + key for key in views if key not in own]
-        extra = [prefix + key for key in own if key not in views]
+        extra = [prefix + key for key in own if key not in views and key not in others]
         if missing or extra:
             parts = [f"missing keys: {', '.join(missing)}"] if missing else []
             parts += [f"unexpected keys: {', '.join(extra)}"] if extra else []
@@ -350,11 +386,10 @@ class MoE(nn.Module):
             views["experts.gate_up_proj"] = (self.w_gate, self.w_up)
             views["experts.down_proj"] = (self.w_down,)
         else:
-            gate, up, down = names.matrices
-            for e in range(self.w_gate.shape[0]):
-                views[f"experts.{e}.{gate}.weight"] = (self.w_gate[e],)
-                views[f"experts.{e}.{up}.weight"] = (self.w_up[e],)
-                views[f"experts.{e}.{down}.weight"] = (self.w_down[e],)
+            for e in range(self.held):
+                own = (self.w_gate[e], self.w_up[e], self.w_down[e])
+                keys = _matrices(family, self.first + e)
+                views |= {key: (weight,) for key, weight in zip(keys, own, strict=True)}
         if self.shared_gate is not None:
             views[f"{names.shared}.gate_proj.weight"] = (self.shared_gate,)
             views[f"{names.shared}.up_proj.weight"] = (self.shared_up,)
@@ -362,6 +397,20 @@ class MoE(nn.Module):
         if self.shared_output_gate is not None:
             views[names.output_gate] = (self.shared_output_gate,)
         return views
+
+
+def expert_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that this process alone holds: those of experts in blocks over a group of processes.
+
+    Their gradients are sums over all ranks' tokens already. DistributedDataParallel must leave them alone.
+    """
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, MoE) and module.group is not None and module.group.of_processes
+        for name, _ in module.named_parameters(recurse=False)
+        if name.startswith(("w_", "b_"))
+    ]
 
 
 class _Names(NamedTuple):
@@ -378,6 +427,11 @@ _FAMILIES = {
     "deepseek_v3": _Names(shared="shared_experts", bias="gate.e_score_correction_bias"),
     "qwen2_moe": _Names(shared="shared_expert", output_gate="shared_expert_gate.weight"),
 }
+
+
+def _matrices(family: str, expert: int) -> list[str]:
+    """The keys of an expert's gate, up and down."""
+    return [f"experts.{expert}.{name}.weight" for name in _FAMILIES[family].matrices]
 
 
 def _hf_arguments(config: Any) -> dict[str, Any]:

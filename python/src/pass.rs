@@ -13,7 +13,7 @@ use crate::errors::without_lock;
 use crate::groups::group;
 use crate::memory::{Span, elements, elements_mut};
 
-/// Hidden, intermediate, experts that there are weights of, top-k, shared intermediate (0: none), output gate, biases.
+/// Hidden, intermediate, experts with weights here, top-k, shared intermediate (0: none), output gate, biases.
 type Sizes = (usize, usize, usize, usize, usize, bool, bool);
 /// Name, limit, alpha.
 type Act = (String, Option<f32>, f32);
