@@ -254,6 +254,24 @@ def rank_refused(rank: int, ranks: int) -> None:
         want, got = want_and_got(step, torch.float32, group, at)
         bits_equal(got, want)
 
+    # What a compiler finds.
+    part = own(step, rank, ranks, at)
+    part.topk_weights = part.topk_weights[:, : 2 - rank]
+    compiled = torch.compile(lambda: part.kodkod(group=group), fullgraph=True, backend="aot_eager")
+    message = r"rank 1 .*topk_weights has shape \[10, 1\]"
+    with pytest.raises(Exception, match=message if rank == 0 else "Observed exception"):
+        compiled()
+
+    # Ranks that disagree.
+    other = make(step.ids[:10], experts=EXPERTS // ranks, hidden=64 + 64 * rank)
+    with pytest.raises(ValueError, match="hidden of rank 1 is 128: rank 0 has 64, and all ranks must have the same"):
+        other.kodkod(group=group)
+    part = own(step, rank, ranks, at).to(torch.float32)
+    y = part.kodkod(group=group)
+    with pytest.raises(ValueError, match="pass of rank 1 is forward: rank 0 has backward of call"):
+        y.sum().backward() if rank == 0 else part.kodkod(group=group)
+    y.sum().backward()
+
     # A backward that one rank refuses.
     part = own(step, rank, ranks, at).to(torch.float32)
     for weight in part.weights:
