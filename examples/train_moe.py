@@ -33,13 +33,15 @@ Losses are in bits per byte; 8 is a uniform guess, and a model of single bytes' 
   metrics.json    options, the loss of every step, losses on held-out text, tokens per second
 
 With torchrun the processes share each batch and average their gradients (data parallel, over gloo on the CPU). Every
-process holds all experts.
+process holds all experts, or with --expert-parallel its part of them: then rows go to the process that holds their
+experts, and only the gradients of all else are averaged.
 
 examples:
   python examples/train_moe.py                             # two minutes on two cores
   python examples/train_moe.py --experts torch             # the same model, plain PyTorch: compare the curves
   python examples/train_moe.py --layers 2 --hidden 64 --steps 50
   torchrun --nproc-per-node 2 examples/train_moe.py --out out/two
+  torchrun --nproc-per-node 2 examples/train_moe.py --expert-parallel --out out/two_parallel
 """
 
 
@@ -54,6 +56,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--experts", choices=("kodkod", "torch"), default="kodkod", help="what computes the experts")
     add("--precision", choices=tuple(DTYPES), default="bf16", help="of the experts; all else is float32")
+    add("--expert-parallel", action="store_true", help="each process holds its part of the experts; with torchrun")
     add("--steps", type=int, default=300, metavar="N", help="steps of training; the learning rate falls to the last")
     add("--seed", type=int, default=1, metavar="N", help="of the first weights and the batches")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="what to train on, any bytes")
@@ -76,11 +79,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     training.add_argument("--eval-windows", type=int, default=32, metavar="N", help="held-out sequences to score")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        if isinstance(value, int) and name != "seed" and value < 1:
+        if type(value) is int and name != "seed" and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}: 1 or more is needed")
     for name, unit in (("hidden", 8), ("hidden", 2 * args.heads), ("intermediate", 8)):
         if getattr(args, name) % unit:
             parser.error(f"--{name} is {getattr(args, name)}: a multiple of {unit} is needed")
+    if args.expert_parallel and args.experts != "kodkod":
+        parser.error(f"--expert-parallel with --experts {args.experts}: kodkod is needed")
     if args.top_k > args.experts_count:
         parser.error(f"--top-k is {args.top_k}: at most --experts-count, {args.experts_count}, is needed")
     return args
@@ -99,22 +104,26 @@ def torch_experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Ten
 
 
 class Experts(nn.Module):
-    """A router, and the experts that it sends rows to."""
+    """A router, and the experts that it sends rows to: with a group of processes, those of this rank."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, group) -> None:
         super().__init__()
         self.top_k, self.dtype = args.top_k, DTYPES[args.precision]
         experts, hidden, inside = args.experts_count, args.hidden, args.intermediate
         self.router = nn.Linear(hidden, experts, bias=False)
-        self.gate = nn.Parameter(torch.randn(experts, inside, hidden) * hidden**-0.5)
-        self.up = nn.Parameter(torch.randn(experts, inside, hidden) * hidden**-0.5)
-        self.down = nn.Parameter(torch.randn(experts, hidden, inside) * inside**-0.5)
-        self.group = None
-        if args.experts == "kodkod":
+        own = slice(None)
+        if args.expert_parallel:
+            held = experts // group.ranks
+            own = slice(group.rank * held, (group.rank + 1) * held)
+        # All are drawn, so that they begin the same in any number of processes.
+        self.gate = nn.Parameter((torch.randn(experts, inside, hidden) * hidden**-0.5)[own].clone())
+        self.up = nn.Parameter((torch.randn(experts, inside, hidden) * hidden**-0.5)[own].clone())
+        self.down = nn.Parameter((torch.randn(experts, hidden, inside) * inside**-0.5)[own].clone())
+        self.group = group
+        if group is not None:
             import kodkod
 
             self.moe = kodkod.moe
-            self.group = kodkod.ExpertGroup.cpu(threads=torch.get_num_threads())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, H] of [N, H], and the balancing loss, 1 where all experts get the same share."""
@@ -154,10 +163,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, group) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(args.hidden), Attention(args)
-        self.experts_norm, self.experts = nn.RMSNorm(args.hidden), Experts(args)
+        self.experts_norm, self.experts = nn.RMSNorm(args.hidden), Experts(args, group)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x))
@@ -166,10 +175,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, group) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, args.hidden)
-        self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
+        self.blocks = nn.ModuleList(Block(args, group) for _ in range(args.layers))
         self.norm, self.head = nn.RMSNorm(args.hidden), nn.Linear(args.hidden, BYTES, bias=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,6 +301,44 @@ def draw(path: Path, title: str, losses: list[float], held_out: list[tuple[int, 
     path.write_text("\n".join([*lines, "</svg>"]) + "\n")
 
 
+def expert_group(args: argparse.Namespace):
+    """What kodkod computes the experts on; None for plain PyTorch."""
+    if args.experts != "kodkod":
+        return None
+    import kodkod
+
+    threads = torch.get_num_threads()
+    if not args.expert_parallel:
+        return kodkod.ExpertGroup.cpu(threads=threads)
+    if not dist.is_initialized():
+        raise SystemExit("--expert-parallel is for several processes: torchrun is needed")
+    group = kodkod.ExpertGroup.processes(threads=threads)
+    if args.experts_count % group.ranks:
+        raise SystemExit(
+            f"--experts-count is {args.experts_count}: a multiple of the {group.ranks} processes is needed"
+        )
+    return group
+
+
+def data_parallel(model: nn.Module, own: list[nn.Parameter]) -> nn.Module:
+    """Averages gradients over processes, but of the parameters ``own`` that each process holds alone."""
+    alone = {id(parameter) for parameter in own}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in alone]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return DistributedDataParallel(model)
+
+
+def clip_gradients(parameters: list[nn.Parameter], own: list[nn.Parameter], highest: float) -> None:
+    """Clips the norm over all processes, of which each holds the parameters ``own`` alone."""
+    alone = {id(parameter) for parameter in own}
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if id(p) not in alone])
+    if own:
+        squares = nn.utils.get_total_norm([p.grad for p in own]).square()
+        dist.all_reduce(squares)
+        norm = (norm.square() + squares).sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, highest, norm)
+
+
 def train(args: argparse.Namespace) -> dict:
     """The results that metrics.json has."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -299,9 +346,12 @@ def train(args: argparse.Namespace) -> dict:
     if args.batch % processes:
         raise SystemExit(f"--batch is {args.batch}: a multiple of the {processes} processes is needed")
     torch.manual_seed(args.seed)
-    text, plain = Text(args.text, args.context), Model(args)
-    parameters = sum(p.numel() for p in plain.parameters())
-    model = DistributedDataParallel(plain) if processes > 1 else plain
+    text, plain = Text(args.text, args.context), Model(args, expert_group(args))
+    own: list[nn.Parameter] = []
+    if args.expert_parallel:
+        own = [p for m in plain.modules() if isinstance(m, Experts) for p in (m.gate, m.up, m.down)]
+    parameters = sum(p.numel() for p in plain.parameters()) + (processes - 1) * sum(p.numel() for p in own)
+    model = data_parallel(plain, own) if processes > 1 else plain
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
     if rank == 0:
         print(f"{parameters:,} parameters, experts by {args.experts} in {args.precision}, {processes} process(es)")
@@ -316,7 +366,9 @@ def train(args: argparse.Namespace) -> dict:
         loss = loss_of(logits, targets)
         optimizer.zero_grad()
         (loss + args.balance * balance).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in own:  # the sum over all processes' bytes, where the others have the mean
+            parameter.grad /= processes
+        clip_gradients(list(model.parameters()), own, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args.lr, step, args.steps)
         optimizer.step()

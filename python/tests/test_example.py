@@ -82,15 +82,17 @@ def test_what_it_writes(run):
     assert [len(line.get("points").split()) for line in curves] == [STEPS, 3]
 
 
-def test_two_processes(run, tmp_path):
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_processes(run, tmp_path, expert_parallel):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     # The balancing loss is not linear in the batch: its mean over two halves is not that of the whole.
     options = ("--experts", "kodkod", "--precision", "f32", "--balance", "0")
-    command += [*TINY, *options, "--out", str(tmp_path)]
+    command += [*TINY, *options, *["--expert-parallel"][: int(expert_parallel)], "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["processes"] == 2
+    assert metrics["parameters"] == run(*options)["parameters"]
     differences = [abs(a - b) for a, b in zip(metrics["losses"], run(*options)["losses"], strict=True)]
     print(f"two processes: largest difference {max(differences):.1e}")
     assert max(differences) < 1e-4
@@ -106,6 +108,7 @@ def test_help_and_refused_options(capsys):
         (["--top-k", "9"], "--top-k is 9: at most --experts-count, 8, is needed"),
         (["--hidden", "60"], "--hidden is 60: a multiple of 8 is needed"),
         (["--steps", "0"], "--steps is 0: 1 or more is needed"),
+        (["--expert-parallel", "--experts", "torch"], "--expert-parallel with --experts torch: kodkod is needed"),
     ):
         with pytest.raises(SystemExit, match="2"):
             train_moe.arguments(options)
