@@ -1,7 +1,8 @@
 //! The expert groups of this process, each under a number that stays the same for the life of the process.
 //!
 //! A number, because an operator of a compiled graph can hold one, and its backward may run long after the Python object
-//! is gone. Equal options are one group: its threads and memory are shared, as one pass runs at a time anyway.
+//! is gone. Virtual ranks of equal options are one group: its threads and memory are shared, as one pass runs at a time
+//! anyway.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

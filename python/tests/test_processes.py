@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import traceback
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -64,8 +65,7 @@ def be_rank(rank: int, ranks: int, what: str, folder: Path) -> None:
         traceback.print_exc()
         code = 1
     print("done", flush=True)
-    # Without the end of the process group, which waits for ranks that are dead.
-    os._exit(code)
+    sys.exit(code)
 
 
 def joined(ranks: int, **options) -> kodkod.ExpertGroup:
@@ -141,11 +141,21 @@ def test_the_bits_are_those_of_one_process(ranks, tmp_path):
     run(ranks, "bits", tmp_path)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
 def rank_autograd(rank: int, ranks: int) -> None:
     """Layers in any order, checkpoints, a lost context, main_grad, fused and listed weights, the compiler."""
     group = joined(ranks)
     step, dtype = cases()["all options, f32"]
-    at = cut(len(step.ids), ranks)
+    at = [0, 40, len(step.ids)]
     want, _ = want_and_got(step, dtype, group, at)
     dy = torch.randn(step.x.shape, generator=torch.Generator().manual_seed(1))[at[rank] : at[rank + 1]]
 
@@ -187,6 +197,19 @@ def rank_autograd(rank: int, ranks: int) -> None:
     g = part()
     compiled = torch.compile(lambda: g.kodkod(group=group), fullgraph=True, backend="aot_eager")
     bits_equal(gradients(g, compiled(), dy), want)
+
+    # A rank whose rows have no gradient makes the call all the same.
+    h = part()
+    y = h.kodkod(group=group)
+    (y if rank == 0 else NoGradient.apply(y)).backward(dy)
+    assert torch.equal(h.x.grad, want["d x"] if rank == 0 else torch.zeros_like(h.x))
+
+    child = os.fork()
+    if child == 0:
+        with pytest.raises(RuntimeError, match="a fork of the process that joined the group cannot use it"):
+            a.kodkod(group=group)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
     assert copy.deepcopy(group) is group
     with pytest.raises(TypeError, match="cannot be pickled"):
@@ -370,6 +393,8 @@ def rank_module(rank: int, ranks: int) -> None:
         )
     with pytest.raises(ValueError, match="fused is True"):
         mine.hf_state_dict("deepseek_v3", fused=True)
+    with pytest.raises(ValueError, match="group is ExpertGroup"):
+        kodkod.hf.register(group)
     with pytest.raises(ValueError, match="experts is 7"):
         MoE(64, 48, 7, 2, group=group)
 
@@ -384,6 +409,61 @@ def rank_module(rank: int, ranks: int) -> None:
 
 def test_the_module_holds_its_own_experts(tmp_path):
     run(2, "module", tmp_path)
+
+
+class Net(torch.nn.Module):
+    """A block between two layers, the same in every process but for the experts that it holds."""
+
+    def __init__(self, group: kodkod.ExpertGroup | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.into = torch.nn.Linear(32, 64)
+        self.block = kodkod.nn.MoE(64, 48, EXPERTS, 2, shared=24, group=group)
+        self.out = torch.nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.block(self.into(x)))
+
+
+def rank_data_parallel(rank: int, ranks: int) -> None:
+    """The rest of the model in DDP or FSDP2, as docs/python.md says, has the gradients of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    group = joined(ranks)
+    x = torch.randn(20 * ranks, 32, generator=torch.Generator().manual_seed(1))
+    whole = Net()
+    whole(x).square().mean().backward()
+
+    def ddp(net: Net, names: list[str]) -> torch.nn.Module:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+        return DistributedDataParallel(net)
+
+    def fsdp(net: Net, names: list[str]) -> torch.nn.Module:
+        ignored = {parameter for name, parameter in net.named_parameters() if name in names}
+        return fully_shard(net, mesh=init_device_mesh("cpu", (ranks,)), ignored_params=ignored)
+
+    for wrap in (ddp, fsdp):
+        net = Net(group)
+        names = kodkod.nn.expert_parameter_names(net)
+        wrapped = wrap(net, names)
+        wrapped(x[20 * rank : 20 * rank + 20]).square().mean().backward()
+        held = EXPERTS // ranks
+        for name, parameter in net.named_parameters():
+            got, want = parameter.grad, whole.get_parameter(name).grad
+            got = got.full_tensor() if hasattr(got, "full_tensor") else got
+            if name in names:
+                want = want[rank * held : (rank + 1) * held]
+            if name in names or ".shared_" in f".{name}":
+                got = got / ranks
+            error = ((got - want).norm() / want.norm()).item()
+            print(f"{wrap.__name__}: {name:20} error {error:.1e}")
+            assert error < 1e-6, name
+
+
+def test_the_rest_of_the_model_in_ddp_and_fsdp2(tmp_path):
+    run(2, "data_parallel", tmp_path)
 
 
 def test_without_a_process_group():
