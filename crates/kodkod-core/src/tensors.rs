@@ -62,7 +62,7 @@ impl<T> SharedWeights<Vec<T>, Vec<f32>> {
     }
 }
 
-/// Gradients of all weights: `S` holds those of gate, up and down, in `f32` or [`bf16`](half::bf16); `G` the others, in
+/// Gradients of all weights: `S` holds those of gate, up and down, in `f32` or [`bf16`]; `G` the others, in
 /// `f32` always. For example `Vec<bf16>` and `Vec<f32>`, or `&mut [f32]` both.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WeightGradients<S = Vec<f32>, G = S> {
@@ -78,8 +78,8 @@ pub struct WeightGradients<S = Vec<f32>, G = S> {
     pub shared: Option<SharedWeights<S, G>>,
 }
 
-/// What the gradients of gate, up and down are stored in: `f32` or [`bf16`](half::bf16). The sum over an expert's rows
-/// runs in `f32` in both, from the first row to the last; [`bf16`](half::bf16) holds it rounded once, at its end.
+/// What the gradients of gate, up and down are stored in: `f32` or [`bf16`]. The sum over an expert's rows
+/// runs in `f32` in both, from the first row to the last; [`bf16`] holds it rounded once, at its end.
 pub trait GradientElement: Element {
     /// The same slice, if this type is `f32`.
     fn as_f32(values: &mut [Self]) -> Result<&mut [f32], &mut [Self]>;
@@ -264,7 +264,7 @@ impl<T: GradientElement> WeightGradients<Vec<T>, Vec<f32>> {
         }
     }
 
-    /// All rounded to `U`: exact from [`bf16`](half::bf16) to `f32`.
+    /// All rounded to `U`: exact from [`bf16`] to `f32`.
     pub fn convert<U: GradientElement>(&self) -> WeightGradients<Vec<U>, Vec<f32>> {
         let converted = |values: &Vec<T>| values.iter().map(|v| U::from_f32(v.to_f32())).collect();
         self.as_ref().map(converted, Vec::clone)
