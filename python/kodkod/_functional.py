@@ -136,11 +136,16 @@ def moe(
             precision,
         )
     except Exception as error:
-        if group is not None and group.of_processes:
-            _refuse(number, str(error))
+        refuse(group, error)
         raise
     y = _ops.run(*args)
     return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+def refuse(group: ExpertGroup | None, error: Exception) -> None:
+    """Tells the other processes of a group that this one cannot make its call, and why."""
+    if group is not None and group.of_processes:
+        _refuse(group._number, str(error))
 
 
 @torch.compiler.assume_constant_result  # so that a compiler calls it while it looks at the arguments
@@ -181,13 +186,14 @@ def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, number, kno
                 allowed = f"{dtype} is needed, as x is, or the argument precision"
                 raise TypeError(f"{name} is {weight.dtype}: {allowed}")
             weight = weight.to(wanted)
-        weights.append(weight if weight.is_contiguous() else weight.contiguous())
+        weights.append(weight.resolve_neg().contiguous())
 
     knob_values = [-1] * 5 if knobs is None else [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
     meta = (parts, main_grad_of, act[0], *_activation(*act), number, knob_values)
     rows = x if x.dtype == dtype else x.to(dtype)
     topk_weights = topk_weights.to(torch.float32)
-    return (rows.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), weights, main_grads, meta), out_dtype
+    rows, topk_weights = rows.resolve_neg().contiguous(), topk_weights.resolve_neg().contiguous()
+    return (rows, topk_ids.contiguous(), topk_weights, weights, main_grads, meta), out_dtype
 
 
 def _check_tensor(name: str, value: object) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._functional import Biases, Knobs, Shared, moe
+from ._functional import Biases, Knobs, Shared, moe, refuse
 from ._group import ExpertGroup
 
 __all__ = ["MoE", "Routed", "Router", "balance_loss", "expert_parameter_names"]
@@ -40,13 +40,14 @@ def balance_loss(routed: Routed) -> Tensor:
     """The load-balancing loss of the Switch Transformer (arXiv:2101.03961, eq. 4 to 6), of all K routes: a scalar.
 
     ``E * sum over e of f_e P_e``, where ``f_e`` is the share of routes that went to expert e, and ``P_e`` the mean over
-    tokens of its share of a token's scores. It is 1 at perfect balance; the gradient flows through ``P``.
+    tokens of its share of a token's scores. It is 1 at perfect balance, 0 without tokens; the gradient flows through
+    ``P``.
     """
     experts = routed.scores.shape[-1]
     share = _load(routed.ids, experts).float() / max(routed.ids.numel(), 1)
     scores = routed.scores.reshape(-1, experts)
     p = scores / scores.sum(dim=-1, keepdim=True)
-    return experts * (share * p.mean(dim=0)).sum()
+    return experts * (share * p.sum(dim=0)).sum() / max(scores.shape[0], 1)
 
 
 def _load(ids: Tensor, experts: int) -> Tensor:
@@ -263,6 +264,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, routed: Routed | None = None) -> Tensor:
         """[..., H] for ``x`` [..., H]. Give ``routed``, from :attr:`router`, to use its scores elsewhere too."""
         if routed is None:
+            self._check(x)
             routed = self.router(x)
         has_biases, has_shared = self.b_gate is not None, self.shared_gate is not None
         return moe(
@@ -283,6 +285,20 @@ class MoE(nn.Module):
             knobs=self.knobs,
             precision=self.precision,
         )
+
+    def _check(self, x: Tensor) -> None:
+        """What the router would say of in its own words, and to this process alone."""
+        hidden = self.w_down.shape[1]
+        if not isinstance(x, Tensor):
+            error: Exception = TypeError(f"x is a {type(x).__name__}: a torch.Tensor is needed")
+        elif x.dim() == 0 or x.shape[-1] != hidden:
+            error = ValueError(f"x has shape {list(x.shape)}: expected [..., H] with H = {hidden}")
+        elif x.device != self.w_down.device:
+            error = ValueError(f"x is on {x.device}: {self.w_down.device} is needed, where the weights are")
+        else:
+            return
+        refuse(self.group, error)
+        raise error
 
     def extra_repr(self) -> str:
         _, intermediate, hidden = self.w_gate.shape

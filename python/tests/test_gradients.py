@@ -31,6 +31,13 @@ def test_options(options, dtype):
     compare(*both(step, dtype), TOLERANCE[dtype])
 
 
+def test_values_that_are_stored_negated():
+    x, routes, topk_weights = torch.randn(9, 64), ids(9, 4, 2), torch.rand(9, 2)
+    gate, up, down = torch.randn(4, 32, 64), torch.randn(4, 32, 64), torch.randn(4, 64, 32)
+    y = kodkod.moe(torch._neg_view(x), routes, topk_weights, torch._neg_view(gate), up, down)
+    assert torch.equal(y, kodkod.moe(-x, routes, topk_weights, -gate, up, down))
+
+
 def grouped(*rows):
     """Experts with these numbers of rows, one route a token, in random order."""
     flat = torch.tensor([e for e, n in enumerate(rows) for _ in range(n)])

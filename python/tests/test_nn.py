@@ -79,6 +79,7 @@ def test_balance_loss():
     assert loss.item() == pytest.approx(1.0)
     loss.backward()
     assert router.weight.grad[0].norm() > 0
+    assert balance_loss(router(rows(0, 16))).item() == 0
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,11 @@ def rank_refused(rank: int, ranks: int) -> None:
         want, got = want_and_got(step, torch.float32, group, at)
         bits_equal(got, want)
 
+    block = kodkod.nn.MoE(64, 32, experts=EXPERTS, top_k=2, group=group)
+    with pytest.raises(ValueError, match=r"x has shape \[5, 56\]: expected \[..., H\] with H = 64"):
+        block(torch.zeros(5, 64 - 8 * rank))
+    assert block(torch.zeros(5, 64)).isfinite().all()
+
     # What a compiler finds.
     part = own(step, rank, ranks, at)
     part.topk_weights = part.topk_weights[:, : 2 - rank]

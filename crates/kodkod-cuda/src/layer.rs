@@ -16,12 +16,14 @@ use crate::driver::{Buffer, Device, Event, Graph, GraphWork, Kernel, Module, Par
 use crate::error::{Error, Result};
 use crate::jit::{self, Source};
 
-/// Threads of a CTA, and its dynamic shared memory: `THREADS` and `SMEM_BYTES` of `pass.cuh`, rounded up.
+/// Threads of a CTA, and its dynamic shared memory: `THREADS` and `SMEM_MOST` of `pass.cuh`.
 const THREADS: u32 = 384;
 const SHARED_BYTES: u32 = 232_448;
 /// As in `schedule.cu`.
 const COUNT_THREADS: u32 = 512;
 const PLACE_THREADS: u32 = 1024;
+/// One thread each, and one more for the shared experts, in `schedule_place`.
+const MOST_EXPERTS: usize = PLACE_THREADS as usize - 1;
 
 /// Weights on the GPU, as `kodkod_core::Weights`.
 #[derive(Debug)]
@@ -836,6 +838,10 @@ impl Sizes {
                 let allowed = "it must be a multiple of 64 on a GPU";
                 return Err(kodkod_core::Error::invalid(name, size, allowed).into());
             }
+        }
+        if shape.experts > MOST_EXPERTS {
+            let allowed = format!("up to {MOST_EXPERTS} on a GPU");
+            return Err(kodkod_core::Error::invalid("experts", shape.experts, allowed).into());
         }
         let local = experts_per_rank(shape, tokens.len())?;
         // Every route of every token may go to this rank, since an expert may stand twice in a token.

@@ -170,3 +170,15 @@ fn kernels_compile_within_their_registers() {
     println!("{} of {total} files compiled", compiled.into_inner().expect("as above"));
     assert!(misses.is_empty(), "{}", misses.join("\n"));
 }
+
+#[test]
+fn more_experts_than_the_schedule_takes_are_refused() {
+    let defines = |experts| {
+        let shape = Shape::new(64, 64, experts, 1);
+        CudaLayer::defines(&shape, &Knobs::for_gpu(&shape), &[8, 8], Precision::F32)
+    };
+    let error = defines(2048).expect_err("too many").to_string();
+    println!("{error}");
+    assert!(error.contains("experts") && error.contains("2048") && error.contains("1023"), "{error}");
+    assert!(defines(512).is_ok());
+}
