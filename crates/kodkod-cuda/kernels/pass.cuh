@@ -367,10 +367,10 @@ __device__ __forceinline__ void push(const PassParams& p, char* pieces, const fl
     }
 }
 
-// One persistent kernel: the first CTAs pull rows, all run GEMM tiles, all reduce at the end.
+// One persistent kernel: all CTAs pull rows at the start, the first go on with that, all run GEMM tiles, all reduce at the end.
 //   Ops::pull(task): where a row comes from and goes to      Ops::produce(work): one tile's loads
 //   Ops::consume(work): its product and epilogue             Ops::reduce(chunk)
-//   Ops::first_pulls(program): at the start all CTAs pull, up to this ticket
+//   Ops::blocks, extra: stages that these take               Ops::first_pulls(program): tickets that all CTAs may pull
 template <typename Ops> __device__ __forceinline__ void run_pass(const PassParams& p) {
     extern __shared__ __align__(1024) char smem[];
     char* stages = smem;

@@ -8,10 +8,9 @@ pub mod driver;
 pub mod error;
 pub mod jit;
 mod layer;
+mod tensors;
 pub mod trace;
 
 pub use error::{Error, Result};
-pub use layer::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, Replay, STAMPS, Stamp, new_gradients,
-    read_gradients,
-};
+pub use layer::{CudaLayer, Hang, Replay, STAMPS, Stamp};
+pub use tensors::{DeviceGradients, DeviceStep, DeviceWeights, new_gradients, read_gradients};

@@ -198,6 +198,14 @@ fn deeper(pass: Pass, ring_holds: bool) {
     search(pass, ring_holds, 3, Some(deeper_time()), None);
 }
 
+fn explorer(preemptions: usize, time: Option<Duration>) -> loom::model::Builder {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(preemptions);
+    model.max_duration = time;
+    model.max_branches = 20_000;
+    model
+}
+
 /// Runs `pass` on two workers through the interleavings with at most `preemptions` of them, all or as many as `time`
 /// allows; a backward follows a forward by one worker. `ignored` switches waits off.
 fn search(
@@ -207,10 +215,7 @@ fn search(
     time: Option<Duration>,
     ignored: Option<fn(&Wait) -> bool>,
 ) {
-    let mut model = loom::model::Builder::new();
-    model.preemption_bound = Some(preemptions);
-    model.max_duration = time;
-    model.max_branches = 20_000;
+    let model = explorer(preemptions, time);
     let explored = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let count = explored.clone();
     model.check(move || {
@@ -281,10 +286,7 @@ fn a_read_without_its_wait_is_caught() {
 /// Each rank in an engine of its own, as ranks that are processes have: what one does at another's counters is heard there
 /// if `heard`.
 fn apart(pass: Pass, preemptions: usize, time: Option<Duration>, heard: bool) {
-    let mut model = loom::model::Builder::new();
-    model.preemption_bound = Some(preemptions);
-    model.max_duration = time;
-    model.max_branches = 20_000;
+    let model = explorer(preemptions, time);
     let explored = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let count = explored.clone();
     model.check(move || {
