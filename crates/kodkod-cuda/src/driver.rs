@@ -123,6 +123,7 @@ impl Drop for Device {
 #[derive(Debug)]
 pub struct Stream {
     raw: sys::CUstream,
+    borrowed: bool,
 }
 // SAFETY: the driver locks its streams.
 unsafe impl Send for Stream {}
@@ -135,7 +136,15 @@ impl Stream {
         let mut raw = ptr::null_mut();
         // SAFETY: a context is current.
         check(unsafe { sys::cuStreamCreate(&mut raw, 1) }, "make a stream")?;
-        Ok(Stream { raw })
+        Ok(Stream { raw, borrowed: false })
+    }
+
+    /// A stream of the caller's, by its handle; 0 is the default stream. It is not destroyed here.
+    ///
+    /// # Safety
+    /// The handle is a stream's of the context that is current where `self` is used, and outlives `self`.
+    pub unsafe fn borrowed(handle: u64) -> Self {
+        Stream { raw: handle as sys::CUstream, borrowed: true }
     }
 
     /// Waits until its work is done.
@@ -174,8 +183,10 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: made in `new`.
-        let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        if !self.borrowed {
+            // SAFETY: made in `new`.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
     }
 }
 
@@ -300,17 +311,34 @@ impl Drop for Event {
 pub struct Buffer<T> {
     address: u64,
     len: usize,
+    /// The context that it was allocated in; null where it is borrowed.
+    context: sys::CUcontext,
     _elements: PhantomData<T>,
 }
+// SAFETY: the address is a number, and memory of a context may be used from any thread.
+unsafe impl<T: Send> Send for Buffer<T> {}
+// SAFETY: as above; what the GPU does with the memory is ordered by streams.
+unsafe impl<T: Sync> Sync for Buffer<T> {}
 
 impl<T: Copy> Buffer<T> {
     /// `len` elements, not initialised.
     pub fn new(len: usize) -> Result<Self> {
-        let mut address = 0;
+        let (mut address, mut context) = (0, ptr::null_mut());
         let bytes = (len * size_of::<T>()).max(256);
         // SAFETY: a context is current.
-        check(unsafe { sys::cuMemAlloc_v2(&mut address, bytes) }, &format!("allocate {bytes} bytes"))?;
-        Ok(Buffer { address, len, _elements: PhantomData })
+        unsafe {
+            check(sys::cuCtxGetCurrent(&mut context), "ask for the current context")?;
+            check(sys::cuMemAlloc_v2(&mut address, bytes), &format!("allocate {bytes} bytes"))?;
+        }
+        Ok(Buffer { address, len, context, _elements: PhantomData })
+    }
+
+    /// `len` elements of the caller's at an address, which are not freed here.
+    ///
+    /// # Safety
+    /// So many elements are there for as long as `self`, and work that was given it, are in use.
+    pub unsafe fn borrowed(address: u64, len: usize) -> Self {
+        Buffer { address, len, context: ptr::null_mut(), _elements: PhantomData }
     }
 
     /// A copy of `host`.
@@ -383,8 +411,17 @@ impl<T: Copy> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new`; the driver waits for work that uses it.
-        let _ = unsafe { sys::cuMemFree_v2(self.address) };
+        if self.context.is_null() {
+            return;
+        }
+        // SAFETY: allocated in `new`, in that context; the driver waits for work that uses it. A failure has nobody to tell.
+        unsafe {
+            let mut before = ptr::null_mut();
+            let _ = sys::cuCtxGetCurrent(&mut before);
+            let _ = sys::cuCtxSetCurrent(self.context);
+            let _ = sys::cuMemFree_v2(self.address);
+            let _ = sys::cuCtxSetCurrent(before);
+        }
     }
 }
 
