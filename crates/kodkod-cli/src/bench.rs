@@ -5,6 +5,7 @@
 //! machine whose speed drifts slows all of them; medians are reported.
 
 mod cuda;
+mod links;
 mod memory;
 
 use std::process::ExitCode;
@@ -65,7 +66,14 @@ pub(crate) struct Args {
     /// --saved-rows 0 and all]
     #[arg(long)]
     memory: bool,
-    /// With --device cuda: only compile the kernels that are needed, into the cache; needs no GPU
+    /// Measure no layer but the link between two GPUs: pulls and pushes by number of SMs and bytes of a copy, one way and
+    /// both ways, and the round trip of a flag
+    #[arg(long, conflicts_with = "memory")]
+    links: bool,
+    /// GPUs of --links, by their ordinals; one GPU for both ends measures copies within it [default: 0,1]
+    #[arg(long, value_name = "GPUS", value_delimiter = ',', requires = "links")]
+    devices: Vec<usize>,
+    /// With --device cuda or --links: only compile the kernels that are needed, into the cache; needs no GPU
     #[arg(long)]
     compile_only: bool,
     /// Print one JSON object a line
@@ -137,6 +145,9 @@ const GPU_SHAPES: &str =
 
 /// Runs it.
 pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
+    if args.links {
+        return links::measure(&args);
+    }
     let default = |list: &mut Vec<usize>, values: &[usize]| {
         if list.is_empty() {
             list.extend(values);

@@ -110,6 +110,10 @@ fn bad_input_is_named_with_what_is_allowed() {
         (&["--device", "cuda", "--memory"], "--memory", "--device cpu"),
         (&["--device", "cuda:999"], "cuda", "--device cpu"),
         (&["--dense-tflops", "700"], "--dense-tflops", "GPU"),
+        (&["--links", "--devices", "0,1,2"], "3 GPUs", "two ends"),
+        (&["--links", "--devices", "0,x"], "x", "--devices"),
+        (&["--links", "--repeat", "0"], "0", "1 to"),
+        (&["--links", "--devices", "999"], "GPUs 999 and 999", "--device cpu"),
     ] {
         let output = bench(args);
         let err = String::from_utf8_lossy(&output.stderr);

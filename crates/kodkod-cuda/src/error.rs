@@ -51,6 +51,9 @@ pub enum Error {
         /// Where it was looked for.
         tried: String,
     },
+    /// A link between two GPUs, when it was measured.
+    #[error("link between GPUs: {0}")]
+    Link(String),
     /// A kernel did not compile.
     #[error("a kernel did not compile: {0}")]
     Compile(String),

@@ -33,10 +33,12 @@ pub enum Source {
     Forward,
     /// `moe_backward`
     Backward,
+    /// `links_bulk`, `links_lines`, `links_fill`, `links_check`, `links_ping`; takes no constants
+    Links,
 }
 
 impl Source {
-    /// All of them.
+    /// Those of a layer.
     pub const ALL: [Source; 3] = [Source::Schedule, Source::Forward, Source::Backward];
 
     /// Whether the file depends on a constant: the knobs are the schedule's alone, so that other knobs compile no pass
@@ -45,7 +47,7 @@ impl Source {
         match constant {
             "PER_MINIBATCH" | "RING" | "SAVED" => self == Source::Schedule,
             "BF16_GRADIENTS" => self == Source::Backward,
-            _ => true,
+            _ => self != Source::Links,
         }
     }
 
@@ -54,6 +56,7 @@ impl Source {
             Source::Schedule => ("schedule.cu", include_str!("../kernels/schedule.cu")),
             Source::Forward => ("forward.cu", include_str!("../kernels/forward.cu")),
             Source::Backward => ("backward.cu", include_str!("../kernels/backward.cu")),
+            Source::Links => ("links.cu", include_str!("../kernels/links.cu")),
         }
     }
 }

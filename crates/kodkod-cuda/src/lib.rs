@@ -8,6 +8,7 @@ pub mod driver;
 pub mod error;
 pub mod jit;
 mod layer;
+pub mod links;
 mod tensors;
 pub mod trace;
 
