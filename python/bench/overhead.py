@@ -1,8 +1,10 @@
 """What a call of ``kodkod.moe`` costs on the CPU beyond the compiled module's own, with tiny inputs.
 
 python bench/overhead.py
+python bench/overhead.py cuda       # what the CPU does for passes on a GPU, which is not waited for
 """
 
+import sys
 import time
 
 import torch
@@ -10,13 +12,17 @@ import torch
 import kodkod
 from kodkod import _kodkod, _ops
 
+GPU = sys.argv[1:] == ["cuda"]
 
-def microseconds(run, calls=300, repeats=40):
+
+def microseconds(run, calls=20 if GPU else 300, repeats=40):
     """Of one call, in the quickest of some series: what disturbs a series makes it slower only."""
     for _ in range(calls):
         run()
     best = float("inf")
     for _ in range(repeats):
+        if GPU:
+            torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             run()
@@ -25,17 +31,19 @@ def microseconds(run, calls=300, repeats=40):
 
 
 def main():
-    group = kodkod.ExpertGroup.cpu(1, threads=1)
-    tokens, hidden, intermediate, experts, top_k = 2, 8, 8, 2, 1
-    x = torch.randn(tokens, hidden, requires_grad=True)
-    ids = torch.zeros(tokens, top_k, dtype=torch.int64)
-    topk_weights = torch.rand(tokens, top_k, requires_grad=True)
+    group = None if GPU else kodkod.ExpertGroup.cpu(1, threads=1)
+    tokens, hidden, intermediate, experts, top_k = (2, 128, 64, 8, 2) if GPU else (2, 8, 8, 2, 1)
+    device, dtype = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
+    like = {"device": device, "dtype": dtype, "requires_grad": True}
+    x = torch.randn(tokens, hidden, **like)
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32 if GPU else torch.int64, device=device)
+    topk_weights = torch.rand(tokens, top_k, device=device, requires_grad=True)
     shapes = [(experts, intermediate, hidden)] * 2 + [(experts, hidden, intermediate)]
-    weights = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weights = [torch.randn(shape, **like) for shape in shapes]
     leaves = [x, topk_weights, *weights]
     dy = torch.ones_like(x)
 
-    meta = ([1, 1, 1, *[0] * 7], [], "swiglu", None, 1.702, group._number, [-1] * 5)
+    meta = ([1, 1, 1, *[0] * 7], [], "swiglu", None, 1.702, 0 if GPU else group._number, [-1] * 5)
     config, inputs = _ops._call(x, ids, topk_weights, _ops._gather(weights, meta[0]), meta)
     y = torch.empty_like(x)
     span = _ops._span(y)
@@ -58,9 +66,14 @@ def main():
     def both(out):
         torch.autograd.grad(out, leaves, dy)
 
-    rust = microseconds(lambda: _kodkod.forward(config, inputs, span, True))
-    args = (config, inputs, context.data_ptr(), span, *spans[:2], [*spans[2:], *[None] * 7], True, False)
-    rust_backward = microseconds(lambda: _kodkod.backward(*args))
+    args = (config, inputs, context.data_ptr(), span, *spans[:2], [*spans[2:], *[None] * 7], not GPU, False)
+    if GPU:
+        place = (x.device.index, torch.cuda.current_stream().cuda_stream, False, False)
+        rust = microseconds(lambda: _kodkod.cuda_forward(place, config, inputs, span, True, False))
+        rust_backward = microseconds(lambda: _kodkod.cuda_backward(place, *args))
+    else:
+        rust = microseconds(lambda: _kodkod.forward(config, inputs, span, True))
+        rust_backward = microseconds(lambda: _kodkod.backward(*args))
     with torch.no_grad():
         inference = microseconds(layer)
     training = microseconds(layer)

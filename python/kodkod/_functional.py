@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _kodkod, _ops
+from . import _gpu, _kodkod, _ops
 from ._group import ExpertGroup
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -121,7 +121,6 @@ def moe(
     In a group of processes an error is raised on every rank: where another rank's argument is the cause, a ValueError
     names the rank, the argument and the value.
     """
-    number = _group_number(group)
     try:
         args, out_dtype = _checked(
             x,
@@ -131,7 +130,7 @@ def moe(
             biases,
             shared,
             (activation, limit, alpha),
-            number,
+            group,
             knobs,
             precision,
         )
@@ -144,7 +143,7 @@ def moe(
 
 def refuse(group: ExpertGroup | None, error: Exception) -> None:
     """Tells the other processes of a group that this one cannot make its call, and why."""
-    if group is not None and group.of_processes:
+    if isinstance(group, ExpertGroup) and group.of_processes:
         _refuse(group._number, str(error))
 
 
@@ -154,18 +153,26 @@ def _refuse(number: int, why: str) -> None:
     _kodkod.group_refuse(number, why)
 
 
-def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, number, knobs, precision):
+def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, group, knobs, precision):
     """The arguments of the operators, and the dtype of ``y``."""
+    number = _group_number(group)
     _check_tensor("x", x)
     _check_tensor("topk_ids", topk_ids)
     _check_tensor("topk_weights", topk_weights)
     device = x.device
-    if device.type != "cpu":
-        raise ValueError(f"x is on {x.device}: cpu is needed, this version computes there")
+    on_gpu = device.type == "cuda"
+    if not on_gpu and device.type != "cpu":
+        raise ValueError(f"x is on {device}: cpu or cuda is needed")
+    if on_gpu and group is not None:
+        raise ValueError(f"x is on {device}: cpu is needed, where the ranks of group are, or no group")
     dtype, out_dtype = _precision(x, precision)
     w_gate, w_up, w_down = routed
     routed = (_tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up), _tensors("w_down", w_down))
     named, parts = _shapes(x, topk_ids, topk_weights, routed, biases, shared)
+    if on_gpu:
+        first = routed[2][0].shape
+        _gpu.check_ids(topk_ids, first[0] if len(first) == 3 else len(routed[2]))
+        topk_ids = topk_ids.to(torch.int32)
 
     weights: list[Tensor] = []
     main_grads: list[Tensor] = []
@@ -221,12 +228,18 @@ def _precision(x: Tensor, precision: str | torch.dtype | None) -> tuple[torch.dt
             out = dtype
         else:
             dtype = out = x.dtype
+        if x.is_cuda and dtype != torch.bfloat16:
+            what = "autocast's dtype" if dtype != x.dtype else "x"
+            allowed = "a GPU computes in torch.bfloat16, which is needed, or precision='bf16' to convert"
+            raise TypeError(f"{what} is {dtype}: {allowed}")
         if dtype not in DTYPES.values():
             raise TypeError(f"x is {dtype}: torch.bfloat16 or torch.float32 is needed")
         return dtype, out
     dtype = DTYPES.get(precision, precision) if isinstance(precision, str) else precision
     if dtype not in DTYPES.values():
         raise ValueError(f"precision is {precision!r}: 'bf16' and 'f32' are allowed")
+    if x.is_cuda and dtype != torch.bfloat16:
+        raise ValueError(f"precision is {precision!r}: a GPU computes in bf16, 'bf16' is needed on {x.device}")
     if not x.dtype.is_floating_point:
         raise TypeError(f"x is {x.dtype}: a floating dtype is needed")
     return dtype, x.dtype

@@ -55,3 +55,41 @@ def backward(
 
     ``context`` is the address of the capsule's tensor; where it is gone, the forward runs again.
     """
+
+Place = tuple[int, int, bool, bool]
+"""The GPU's number; the handle of the stream; whether to wait for the pass and look for errors; whether the caller has
+no memory to give back, so that a forward takes the slot of another, where else a MemoryError is raised."""
+
+def cuda_forward(
+    place: Place, config: Config, inputs: Inputs, y: Span, keep: bool, f32_gradients: bool
+) -> object | None:
+    """Puts a forward in the stream, which writes ``y``; with ``keep`` as :func:`forward`. Ids are int32.
+
+    ``f32_gradients``: what the backward will store.
+    """
+
+def cuda_backward(
+    place: Place,
+    config: Config,
+    inputs: Inputs,
+    context: int,
+    dy: Span,
+    dx: Span,
+    d_topk_weights: Span,
+    weight_gradients: list[Span | None],
+    f32_gradients: bool,
+    accumulate: bool,
+) -> None:
+    """As :func:`backward`, put in the stream."""
+
+def cuda_check() -> None:
+    """Waits for all passes on all GPUs, and raises where one was given up."""
+
+def cuda_memory(device: int) -> tuple[int, int, int, int, int | None, int]:
+    """Slots; those that a forward holds; those of graphs; bytes; the most bytes; forwards that ran again."""
+
+def cuda_limit(device: int, limit: int | None) -> None:
+    """Sets the most bytes of slots of a GPU."""
+
+def cuda_trim(device: int, captured: bool) -> None:
+    """Frees the slots of a GPU that no forward holds; with ``captured`` those of graphs too."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import _kodkod
+from . import _gpu, _kodkod
 
 PLACES = 10
 # What is neither tensor nor weight: parts, main_grad_of, activation, limit, alpha, group, knobs.
@@ -42,7 +42,10 @@ _library.define(
 
 
 def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | None]:
-    """One contiguous tensor a place, gate and up apart; what is stored so already is not copied."""
+    """One contiguous tensor a place, gate and up apart; what is stored so already is not copied.
+
+    On a GPU it also begins at a multiple of 16 bytes, as tensors do that are no views.
+    """
     places: list[Tensor | None] = []
     at = 0
     for count in parts:
@@ -55,7 +58,13 @@ def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | No
         at += count
     if places[1] is None:
         places[0], places[1] = places[0].chunk(2, dim=1)
-    return [place if place is None or place.is_contiguous() else place.contiguous() for place in places]
+    return [None if place is None else _plain(place) for place in places]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
 
 def _scatter(places: list[Tensor | None], parts: Sequence[int]) -> list[Tensor]:
@@ -109,11 +118,14 @@ def _call(x: Tensor, ids: Tensor, topk_weights: Tensor, places: list[Tensor | No
 def _forward(
     x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], meta: Meta, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    x, ids, topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
+    x, ids, topk_weights = _plain(x), _plain(ids), _plain(topk_weights)
     places = _gather(weights, meta[0])
     config, inputs = _call(x, ids, topk_weights, places, meta)
     y = torch.empty_like(x)
-    capsule = _kodkod.forward(config, inputs, (y.data_ptr(), y.numel()), keep)
+    if x.is_cuda:
+        capsule = _gpu.forward(x, config, inputs, y, keep, len(meta[1]) > 0)
+    else:
+        capsule = _kodkod.forward(config, inputs, (y.data_ptr(), y.numel()), keep)
     if capsule is None:
         return y, torch.empty(0, dtype=torch.int64)
     return y, torch.utils.dlpack.from_dlpack(capsule)
@@ -130,8 +142,7 @@ def _backward(
     meta: Meta,
 ) -> list[Tensor]:
     """``[dx, d_topk_weights, gradient of each weight]``; with ``sums``, one a weight in float32, those are added to."""
-    x, ids, topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
-    dy = dy.contiguous()
+    x, ids, topk_weights, dy = _plain(x), _plain(ids), _plain(topk_weights), _plain(dy)
     parts = meta[0]
     places = _gather(weights, parts)
     config, inputs = _call(x, ids, topk_weights, places, meta)
@@ -145,7 +156,7 @@ def _backward(
     else:
         gradients = [None if place is None else torch.empty_like(place) for place in places]
     dx, d_topk_weights = torch.empty_like(x), torch.empty_like(topk_weights)
-    _kodkod.backward(
+    arguments = (
         config,
         inputs,
         context.data_ptr(),
@@ -156,6 +167,10 @@ def _backward(
         len(sums) > 0 or x.dtype == torch.float32,
         len(sums) > 0,
     )
+    if x.is_cuda:
+        _gpu.backward(x, *arguments)
+    else:
+        _kodkod.backward(*arguments)
     results = _scatter(gradients, parts)
     for total, result in zip(sums, results, strict=False):
         if result is not total:
@@ -248,7 +263,7 @@ def run(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], mai
     return _forward(x, ids, topk_weights, weights, meta, False)[0]
 
 
-def _moe_cpu(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
+def _moe_kernel(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
     *config, keep = config_and_keep
     return _forward(x, ids, topk_weights, weights, (parts, main_grad_of, *config), keep)
 
@@ -268,11 +283,11 @@ def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of
         )
 
 
-def _backward_cpu(dy, context, x, ids, topk_weights, weights, parts, *config):
+def _backward_kernel(dy, context, x, ids, topk_weights, weights, parts, *config):
     return _backward(dy, context, x, ids, topk_weights, weights, [], (parts, [], *config))
 
 
-def _backward_into_cpu(dy, context, x, ids, topk_weights, weights, parts, sums, *config):
+def _backward_into_kernel(dy, context, x, ids, topk_weights, weights, parts, sums, *config):
     return tuple(_backward(dy, context, x, ids, topk_weights, weights, sums, (parts, [], *config)))
 
 
@@ -288,10 +303,11 @@ def _backward_into_fake(dy, context, x, ids, topk_weights, weights, parts, sums,
     return tuple(_like([x, topk_weights]))
 
 
-_library.impl("moe", _moe_cpu, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("moe", _moe_kernel, _device)
+    _library.impl("moe_backward", _backward_kernel, _device)
+    _library.impl("moe_backward_into", _backward_into_kernel, _device)
 _library.impl("moe", _moe_autograd, "Autograd")
-_library.impl("moe_backward", _backward_cpu, "CPU")
-_library.impl("moe_backward_into", _backward_into_cpu, "CPU")
 torch.library.register_fake("kodkod::moe", _moe_fake, lib=_library)
 torch.library.register_fake("kodkod::moe_backward", _backward_fake, lib=_library)
 torch.library.register_fake("kodkod::moe_backward_into", _backward_into_fake, lib=_library)

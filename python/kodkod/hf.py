@@ -50,7 +50,7 @@ def _experts(experts: Any, x: Tensor, ids: Tensor, topk_weights: Tensor, group: 
     else:
         gate_up, up = gate_up[:, 0::2], gate_up[:, 1::2]
         bias, bias_up = (None, None) if bias is None else (bias[:, 0::2], bias[:, 1::2])
-    if experts._is_expert_parallel:
+    if getattr(experts, "_is_expert_parallel", True):  # before 5.18 a module does not say
         # A route to another rank's expert has an id beyond this rank's.
         ids = ids.masked_fill(ids >= experts.num_experts, -1)
     return moe(

@@ -13,10 +13,13 @@ use kodkod::{Context, RankContext, bf16};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-/// A context in either precision.
+use crate::gpu::Lease;
+
+/// A context: on the CPU in either precision, or a place on a GPU.
 pub(crate) enum Kept {
     F32(Left<f32>),
     Bf16(Left<bf16>),
+    Gpu(Lease),
 }
 
 /// What the forward of a whole layer, or of one rank's part of it, left.

@@ -16,7 +16,8 @@ pyo3::create_exception!(
 
 /// An error as the exception that says whose fault it is: `ValueError` for an argument, else `RuntimeError`.
 pub(crate) fn exception(error: &Error) -> PyErr {
-    let text = error.to_string();
+    // The command's option is not Python's, and the largest number stands for no limit.
+    let text = error.to_string().replace(" (`--device cpu`)", "").replace(&usize::MAX.to_string(), "all");
     match error {
         Error::Invalid { .. } | Error::Length { .. } | Error::ExpertId { .. } => PyValueError::new_err(text),
         Error::Stalled(_) => StalledError::new_err(text),

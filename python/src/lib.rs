@@ -2,7 +2,7 @@
 //!
 //! 1. Python hands over addresses and lengths; [`memory`] makes slices of them;
 //! 2. [`groups`] keeps the expert groups of the process, each under a number;
-//! 3. [`pass`] runs a forward or a backward without the interpreter's lock;
+//! 3. [`pass`] runs a forward or a backward on the CPU, without the interpreter's lock, [`gpu`] puts it in a stream of a GPU;
 //! 4. [`context`] wraps what a forward leaves for its backward in a DLPack capsule, so that a tensor's life is its own;
 //! 5. [`errors`] turns every error and panic into a Python exception.
 //!
@@ -10,6 +10,7 @@
 
 mod context;
 mod errors;
+mod gpu;
 mod groups;
 mod memory;
 mod pass;
@@ -21,6 +22,8 @@ use pyo3::prelude::*;
 mod _kodkod {
     #[pymodule_export]
     use super::errors::StalledError;
+    #[pymodule_export]
+    use super::gpu::{cuda_backward, cuda_check, cuda_forward, cuda_limit, cuda_memory, cuda_trim};
     #[pymodule_export]
     use super::groups::{
         group_cpu, group_info, group_memory, group_processes, group_rank, group_refuse, group_trim,

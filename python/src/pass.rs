@@ -20,14 +20,48 @@ type Act = (String, Option<f32>, f32);
 /// The fields of [`Knobs`] in their order; `None` is the default.
 type KnobValues = [Option<usize>; 5];
 /// Gate, up, down; their biases; the shared gate, up, down and output gate.
-type Parts = [Option<Span>; 10];
+pub(crate) type Parts = [Option<Span>; 10];
 
-/// All but the tensors.
+/// All but the tensors: the group's number, sizes, activation, knobs, whether rows and weights are `f32`.
 #[derive(FromPyObject)]
 pub(crate) struct Config(usize, Sizes, Act, KnobValues, bool);
 
+impl Config {
+    /// The layer's shape, with the experts of all ranks where those are not the ones with weights here.
+    pub(crate) fn shape(&self, experts: Option<usize>) -> Result<Shape> {
+        let (hidden, intermediate, with_weights, top_k, shared, output_gate, biases) = self.1;
+        let (name, limit, alpha) = &self.2;
+        let (limit, alpha) = (*limit, *alpha);
+        let activation = match name.as_str() {
+            "swiglu" => Activation::SwiGlu { limit },
+            "swiglu_oai" => Activation::SwiGluOai { alpha, limit },
+            _ => {
+                let allowed = "swiglu and swiglu_oai are allowed";
+                return Err(Error::invalid("activation", format!("{name:?}"), allowed));
+            }
+        };
+        let shared = (shared > 0).then_some(Shared { intermediate: shared, output_gate });
+        let experts = experts.unwrap_or(with_weights);
+        Ok(Shape { hidden, intermediate, experts, top_k, shared, activation, biases })
+    }
+
+    /// The defaults with what the caller gave.
+    pub(crate) fn knobs(&self, default: Knobs) -> Knobs {
+        let [fwd_comm_sms, bwd_comm_sms, minibatch, ring, saved] = self.3;
+        let mut knobs = default.with_rows(minibatch, ring, saved);
+        knobs.fwd_comm_sms = fwd_comm_sms.unwrap_or(knobs.fwd_comm_sms);
+        knobs.bwd_comm_sms = bwd_comm_sms.unwrap_or(knobs.bwd_comm_sms);
+        knobs
+    }
+
+    /// Whether rows and weights are `f32`, else `bf16`.
+    pub(crate) fn f32(&self) -> bool {
+        self.4
+    }
+}
+
 /// A call's inputs: x, ids, whether those are 64-bit, router weights, weights.
-type Inputs = (Span, Span, bool, Span, Parts);
+pub(crate) type Inputs = (Span, Span, bool, Span, Parts);
 
 struct Call {
     group: ExpertGroup,
@@ -39,28 +73,15 @@ struct Call {
 
 impl Call {
     fn new(py: Python<'_>, config: Config, inputs: Inputs) -> PyResult<Self> {
-        let Config(number, sizes, act, knobs, f32) = config;
-        let group = group(py, number)?;
-        let (hidden, intermediate, experts, top_k, shared, output_gate, biases) = sizes;
-        let (name, limit, alpha) = act;
-        let activation = match name.as_str() {
-            "swiglu" => Activation::SwiGlu { limit },
-            "swiglu_oai" => Activation::SwiGluOai { alpha, limit },
-            _ => {
-                let allowed = "swiglu and swiglu_oai are allowed";
-                let error = Error::invalid("activation", format!("{name:?}"), allowed);
-                return without_lock(py, || Err(group.refuse(error)));
-            }
-        };
+        let group = group(py, config.0)?;
         // A process has the weights of its own experts alone.
-        let experts = if group.rank().is_some() { experts.saturating_mul(group.ranks()) } else { experts };
-        let shared = (shared > 0).then_some(Shared { intermediate: shared, output_gate });
-        let shape = Shape { hidden, intermediate, experts, top_k, shared, activation, biases };
-        let [fwd_comm_sms, bwd_comm_sms, minibatch, ring, saved] = knobs;
-        let mut knobs = Knobs::for_shape(&shape).with_rows(minibatch, ring, saved);
-        knobs.fwd_comm_sms = fwd_comm_sms.unwrap_or(knobs.fwd_comm_sms);
-        knobs.bwd_comm_sms = bwd_comm_sms.unwrap_or(knobs.bwd_comm_sms);
-        Ok(Call { group, shape, knobs, f32, inputs })
+        let all = group.rank().map(|_| config.1.2.saturating_mul(group.ranks()));
+        let shape = match config.shape(all) {
+            Ok(shape) => shape,
+            Err(error) => return without_lock(py, || Err(group.refuse(error))),
+        };
+        let knobs = config.knobs(Knobs::for_shape(&shape));
+        Ok(Call { group, shape, knobs, f32: config.f32(), inputs })
     }
 
     fn layer<T: Element>(&self) -> Result<MoeLayer<T>> {
@@ -213,7 +234,7 @@ impl Call {
     }
 }
 
-fn given(name: &str, span: Option<Span>) -> Result<Span> {
+pub(crate) fn given(name: &str, span: Option<Span>) -> Result<Span> {
     span.ok_or_else(|| Error::invalid(name, "missing", "it goes with the others of its kind"))
 }
 
@@ -329,7 +350,7 @@ pub(crate) fn backward(
             match kept.as_ref().map(Arc::as_ref) {
                 Some(Kept::F32(left)) => (Some(left), None),
                 Some(Kept::Bf16(left)) => (None, Some(left)),
-                None => (None, None),
+                Some(Kept::Gpu(_)) | None => (None, None),
             };
         let (parts, d_w) = (weight_gradients, d_topk_weights);
         match (call.f32, f32_gradients) {

@@ -31,15 +31,16 @@ class Step:
         tensors = [*self.weights, *self.biases, *self.shared]
         return {"x": self.x, "topk_weights": self.topk_weights, **dict(zip(names, tensors, strict=True))}
 
-    def to(self, dtype: torch.dtype, wide: torch.dtype | None = None) -> Step:
+    def to(self, dtype: torch.dtype, wide: torch.dtype | None = None, device: str | None = None) -> Step:
         """Fresh leaves: rows and weights in ``dtype``, what is computed with in float32 in ``wide``."""
         wide = wide or (torch.float64 if dtype == torch.float64 else torch.float32)
 
         def leaf(tensor: Tensor, to: torch.dtype) -> Tensor:
-            return tensor.detach().to(to).clone().requires_grad_()
+            return tensor.detach().to(device, to, copy=True).requires_grad_()
 
         return replace(
             self,
+            ids=self.ids.to(device),
             x=leaf(self.x, dtype),
             topk_weights=leaf(self.topk_weights, wide),
             weights=[leaf(w, dtype) for w in self.weights],

@@ -4,6 +4,7 @@
 //! 2. [`CudaLayer`] holds a layer's kernels and buffers for the ranks that share one GPU;
 //! 3. a call launches the schedule, then one persistent kernel a rank.
 
+pub mod caller;
 pub mod driver;
 pub mod error;
 pub mod jit;

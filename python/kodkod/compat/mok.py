@@ -1,6 +1,6 @@
 """The functional interface of Mixture-of-Kittens (MoK), on kodkod's layer.
 
-Code written for MoK's racks runs here with another import, to be developed and debugged on a laptop's CPU::
+Code written for MoK's racks runs here with another import, to be developed and debugged on a laptop's CPU or one GPU::
 
     from kodkod.compat import mok as functional
 
@@ -15,7 +15,8 @@ Code written for MoK's racks runs here with another import, to be developed and 
 Shapes, with N tokens, H hidden, K routes a token, E experts, I intermediate and S the width of the shared experts:
 x, output and their gradients [N, H] in bfloat16; router weights [N, K] in float32; expert ids [N, K] in int64 or
 int32; routed gate and up [E, I, H], down [E, H, I]; shared gate and up [S, H], down [H, S], in bfloat16, as are their
-gradients. N is any number, 0 included; H, I and S are multiples of 8, and S may differ from I. An id of -1 is no route.
+gradients. N is any number, 0 included; H, I and S are multiples of 8, on a GPU of 64, and S may differ from I. An id of
+-1 is no route.
 
 A group has one rank for now. Nothing here is recorded by autograd: gradients come from :func:`backward`.
 """
@@ -119,7 +120,7 @@ def create_workspace(
     Args:
         config: the same as for the calls after it.
         group: a ``torch.distributed.ProcessGroup`` of one rank, or None.
-        device: the CPU.
+        device: the CPU or a GPU.
         num_local_tokens: N, 0 or more.
         hidden_size: H, a multiple of 8.
         topk: K, 1 or more.
@@ -143,8 +144,10 @@ def create_workspace(
             works = "a group of one rank, or None, works in this version"
             raise ValueError(f"group has {group.size()} ranks: {works}, with all experts on it")
     device = torch.device(device)
-    if device.type != "cpu":
-        raise ValueError(f"device is {device}: this version computes on the CPU, cpu is needed")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}: cpu or cuda is needed")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return MoKWorkspace(device, num_local_tokens, hidden_size, topk)
 
 
@@ -161,7 +164,8 @@ def build_schedule(
         num_local_experts: E, 1 or more.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the first id out of range is named.
+        TypeError, ValueError: an argument is not as above; the first id out of range is named. On a GPU ids are not
+            looked at, and one out of range is no route.
     """
     _instance("workspace", workspace, MoKWorkspace)
     _check_config(config)
@@ -172,12 +176,13 @@ def build_schedule(
     if top_experts.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"top_experts is {top_experts.dtype}: torch.int64 or torch.int32 is needed")
     shape = (workspace.num_local_tokens, workspace.topk)
-    _tensor("top_experts", top_experts, top_experts.dtype, shape, "[num_local_tokens, topk]")
-    wrong = ((top_experts < -1) | (top_experts >= num_local_experts)).nonzero()
-    if len(wrong):
-        token, k = wrong[0].tolist()
-        allowed = f"0 to {num_local_experts - 1}, and -1 for no route, are allowed"
-        raise ValueError(f"top_experts[{token}, {k}] is {top_experts[token, k].item()}: {allowed}")
+    _tensor("top_experts", top_experts, top_experts.dtype, shape, "[num_local_tokens, topk]", workspace.device)
+    if workspace.device.type == "cpu":  # a GPU would have to be waited for
+        wrong = ((top_experts < -1) | (top_experts >= num_local_experts)).nonzero()
+        if len(wrong):
+            token, k = wrong[0].tolist()
+            allowed = f"0 to {num_local_experts - 1}, and -1 for no route, are allowed"
+            raise ValueError(f"top_experts[{token}, {k}] is {top_experts[token, k].item()}: {allowed}")
     return MoKSchedule(top_experts.detach().to(torch.int32, copy=True), num_local_experts)
 
 
@@ -294,7 +299,7 @@ def backward(
     )
     _instance("context", context, MoKForwardContext)
     _check(config, workspace, schedule, dict(zip(_INPUTS, inputs, strict=True)), swiglu_limit)
-    _tensor("d_output", d_output, torch.bfloat16, tuple(x.shape), "that of x")
+    _tensor("d_output", d_output, torch.bfloat16, tuple(x.shape), "that of x", workspace.device)
     if context.schedule is not schedule:
         raise ValueError("context is of another schedule: a context of this schedule is needed")
     if context.swiglu_limit != swiglu_limit:
@@ -432,7 +437,7 @@ def _check(
             raise TypeError(f"{name} is a tuple: this version has no MXFP8, a torch.Tensor in bfloat16 is needed")
         if name in expected:
             dtype = torch.float32 if name == "router_weights" else torch.bfloat16
-            _tensor(name, tensor, dtype, *expected[name])
+            _tensor(name, tensor, dtype, *expected[name], workspace.device)
 
 
 def _check_config(config: MoKConfig) -> None:
@@ -449,14 +454,16 @@ def _check_config(config: MoKConfig) -> None:
             raise ValueError(f"config.{name} is {value}: a positive multiple of {unit} is needed")
 
 
-def _tensor(name: str, value: object, dtype: torch.dtype, shape: tuple[int, ...], text: str) -> None:
+def _tensor(
+    name: str, value: object, dtype: torch.dtype, shape: tuple[int, ...], text: str, device: torch.device
+) -> None:
     _instance(name, value, Tensor)
     if value.dtype != dtype:
         raise TypeError(f"{name} is {value.dtype}: {dtype} is needed")
     if value.shape != shape:
         raise ValueError(f"{name} has shape {list(value.shape)}: expected {text} = {list(shape)}")
-    if value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}: this version computes on the CPU, cpu is needed")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}: {device} is needed, where the workspace is")
 
 
 def _instance(name: str, value: object, wanted: type) -> None:

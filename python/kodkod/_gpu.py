@@ -1,0 +1,53 @@
+"""Passes on a GPU, as the compiled module takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _kodkod
+
+checks = False
+"""Whether every call looks at ids, waits and looks for errors: :func:`kodkod.cuda.set_checks`."""
+
+
+def forward(x: Tensor, config: Any, inputs: Any, y: Tensor, keep: bool, f32_gradients: bool) -> object | None:
+    """As the CPU's: a capsule of what the backward needs, or None."""
+    y_span = (y.data_ptr(), y.numel())
+    return _in_stream(x, lambda place: _kodkod.cuda_forward(place, config, inputs, y_span, keep, f32_gradients))
+
+
+def backward(x: Tensor, *arguments: Any) -> None:
+    _in_stream(x, lambda place: _kodkod.cuda_backward(place, *arguments))
+
+
+def check_ids(ids: Tensor, experts: int) -> None:
+    """Raises for the first id that is no expert's, where checks are on. Waits for the GPU."""
+    if not checks or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ((ids < -1) | (ids >= experts)).reshape(-1, ids.shape[-1]).nonzero()
+    if len(wrong):
+        token, k = wrong[0].tolist()
+        value = ids.reshape(-1, ids.shape[-1])[token, k].item()
+        allowed = f"allowed are 0 to {experts - 1} and -1 (no route)"
+        raise ValueError(f"topk_ids[{token}, {k}] is {value}: {allowed}")
+
+
+def _in_stream(x: Tensor, call: Callable[[tuple[int, int, bool, bool]], Any]) -> Any:
+    """Calls with the GPU of ``x`` and its current stream. If there is no memory, with what torch can give back."""
+    device = x.device.index
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return _in_stream(x, call)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    try:
+        return call((device, stream, checks, False))
+    except MemoryError:
+        torch.cuda.empty_cache()
+    try:
+        return call((device, stream, checks, True))
+    except MemoryError as error:
+        raise torch.OutOfMemoryError(f"a pass of kodkod does not fit on {x.device}: {error}") from None
