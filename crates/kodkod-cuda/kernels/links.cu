@@ -19,9 +19,9 @@ struct Copy {
 };
 
 // Where line `line` of piece `piece` belongs: pieces lie side by side in groups of LINES rows.
-__device__ __forceinline__ u64 line_offset(u64 piece, u32 line, u32 pitch) {
+__device__ __forceinline__ u64 line_offset(u32 piece, u32 line, u32 pitch) {
     u32 across = pitch / LINE;
-    return (piece / across * LINES + line) * pitch + piece % across * LINE;
+    return u64(piece / across * LINES + line) * pitch + piece % across * LINE;
 }
 
 template <bool BULK> __device__ __forceinline__ void copy(const Copy& p) {
@@ -55,7 +55,7 @@ template <bool BULK> __device__ __forceinline__ void copy(const Copy& p) {
             for (u32 i = 0; i < LINES / 4; i++) {
                 u32 line = i * 4 + lane / 8, at = lane % 8 * 16;
                 uint4 v = *reinterpret_cast<const uint4*>(buffer + line * LINE + at);
-                *reinterpret_cast<uint4*>(p.to + line_offset(piece, line, p.pitch) + at) = v;
+                *reinterpret_cast<uint4*>(p.to + line_offset(u32(piece), line, p.pitch) + at) = v;
             }
             __syncwarp();
         } else if (lane == 0) {
@@ -120,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) links_check(const __grid_c
     if (wrong) atomicAdd(p.wrong, wrong);
 }
 
-// One thread on each side. Only shared memory is written between two flags, so that a release has nothing to wait for.
-extern "C" __global__ void __launch_bounds__(32, 1) links_ping(const __grid_constant__ Ping p) {
+// One thread on each side, and no other in the kernel. Only shared memory is written between two flags, so that a release has nothing to wait for.
+extern "C" __global__ void __launch_bounds__(1, 1) links_ping(const __grid_constant__ Ping p) {
     __shared__ u32 taken[FLAG_ROUNDS];
     u32 done = 0, rounds = min(p.rounds, FLAG_ROUNDS);
     u64 start = ptx::nanoseconds(), began = start, first_cycle = ptx::cycles(), now = first_cycle;
