@@ -195,7 +195,7 @@ impl Args {
                 bail!("{name} {value}: 1 to {} are allowed", 1 << 14);
             }
         }
-        match (self.machine.device, self.dense_tflops) {
+        match (&self.machine.device, self.dense_tflops) {
             (Device::Cpu, Some(_)) => bail!("--dense-tflops is for a GPU: the CPU's rate is measured"),
             (Device::Cuda(_), _) if self.memory => bail!("--memory is for --device cpu"),
             _ if self.memory && self.gradients != Storage::F32 => {
@@ -262,7 +262,7 @@ impl Args {
         let (h, i) = (shape.hidden as u64, shape.intermediate as u64);
         let weights = 3 * h * (shape.experts as u64 * i + shape.shared.map_or(0, |s| s.intermediate as u64));
         // The CPU sums those in bf16 in f32 beside them.
-        let gradients = match (self.gradients, self.machine.device) {
+        let gradients = match (self.gradients, &self.machine.device) {
             _ if !self.backward() => 0,
             (Storage::F32, _) => 4,
             (Storage::Bf16, Device::Cpu) => 6,

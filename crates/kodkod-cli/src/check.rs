@@ -178,7 +178,7 @@ impl Config {
     }
 
     fn group(&self) -> kodkod::Result<ExpertGroup> {
-        let machine = match DEVICE.get().copied().unwrap_or_default() {
+        let machine = match DEVICE.get().cloned().unwrap_or_default() {
             Device::Cpu => {
                 let threads = (self.threads > 0).then_some(self.threads);
                 MachineOptions { device: Device::Cpu, threads, isa: self.isa }
@@ -248,7 +248,7 @@ impl Job {
 /// Runs it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let start = Instant::now();
-    DEVICE.get_or_init(|| args.device);
+    DEVICE.get_or_init(|| args.device.clone());
     anyhow::ensure!(on_gpu() || !args.compile_only, "--compile-only is for --device cuda");
     if args.compile_named {
         return kernels::compile_named(&args);

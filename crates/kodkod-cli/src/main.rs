@@ -19,6 +19,7 @@ mod bench;
 mod check;
 mod doctor;
 mod inputs;
+mod on_gpus;
 mod options;
 mod replay;
 mod shapes;

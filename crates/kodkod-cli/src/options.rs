@@ -41,25 +41,40 @@ impl KnobOptions {
 }
 
 /// Where the ranks run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) enum Device {
     #[default]
     Cpu,
-    /// A GPU by its ordinal; several ranks share it.
-    Cuda(usize),
+    /// GPUs by their ordinals, at least one.
+    Cuda(Vec<usize>),
+}
+
+impl Device {
+    /// Of GPUs, those of a group of ranks: one each where there are as many, else the first, which they share.
+    pub(crate) fn gpus(&self, ranks: usize) -> &[usize] {
+        match self {
+            Device::Cpu => &[],
+            Device::Cuda(all) if all.len() == ranks => all,
+            Device::Cuda(all) => &all[..1],
+        }
+    }
 }
 
 impl FromStr for Device {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        let allowed = || "cpu, cuda, cuda:N and cuda:N,M,... with each GPU once are allowed".to_owned();
         match text.split_once(':') {
             None if text == "cpu" => Ok(Device::Cpu),
-            None if text == "cuda" => Ok(Device::Cuda(0)),
-            Some(("cuda", ordinal)) if ordinal.parse::<u16>().is_ok() => {
-                Ok(Device::Cuda(ordinal.parse().expect("checked")))
+            None if text == "cuda" => Ok(Device::Cuda(vec![0])),
+            Some(("cuda", ordinals)) => {
+                let ordinal = |n: &str| n.parse::<u16>().map(usize::from).map_err(|_| allowed());
+                let all = ordinals.split(',').map(ordinal).collect::<Result<Vec<_>, _>>()?;
+                let twice = (1..all.len()).any(|at| all[..at].contains(&all[at]));
+                if twice { Err(allowed()) } else { Ok(Device::Cuda(all)) }
             }
-            _ => Err("cpu, cuda and cuda:N are allowed".into()),
+            _ => Err(allowed()),
         }
     }
 }
@@ -68,7 +83,10 @@ impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Device::Cpu => f.write_str("cpu"),
-            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Device::Cuda(all) => {
+                let ordinals = all.iter().map(ToString::to_string).collect::<Vec<_>>();
+                write!(f, "cuda:{}", ordinals.join(","))
+            }
         }
     }
 }
@@ -76,7 +94,8 @@ impl fmt::Display for Device {
 /// The machine that the ranks run on.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct MachineOptions {
-    /// Where the ranks run: cpu, cuda or cuda:N; all ranks share the one GPU, which computes in bf16
+    /// Where the ranks run: cpu, cuda, cuda:N or cuda:N,M,...; as many ranks as GPUs have one each, any other number
+    /// shares the first. GPUs compute in bf16
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub(crate) device: Device,
     /// Worker threads of the CPU; 0 is one a core [default: 0]
@@ -91,7 +110,7 @@ pub(crate) struct MachineOptions {
 impl MachineOptions {
     /// A group of `ranks` virtual ranks.
     pub(crate) fn group(&self, ranks: usize) -> kodkod::Result<ExpertGroup> {
-        let ordinal = match self.device {
+        let gpus = match &self.device {
             Device::Cpu => {
                 return ExpertGroup::cpu_with(CpuOptions {
                     ranks,
@@ -100,15 +119,18 @@ impl MachineOptions {
                     ..CpuOptions::default()
                 });
             }
-            Device::Cuda(ordinal) => ordinal,
+            device => device.gpus(ranks),
         };
         if self.threads.is_some() || self.isa.is_some() {
             let allowed = "--threads and --isa are for --device cpu";
-            return Err(kodkod::Error::invalid("--device", self.device, allowed));
+            return Err(kodkod::Error::invalid("--device", &self.device, allowed));
         }
         // The first group stays to the end, and with it the GPU's context: it takes long to make.
         static FIRST: OnceLock<ExpertGroup> = OnceLock::new();
-        let group = ExpertGroup::cuda_virtual(ordinal, ranks)?;
+        let group = match gpus {
+            [gpu] => ExpertGroup::cuda_virtual(*gpu, ranks)?,
+            _ => ExpertGroup::cuda(gpus)?,
+        };
         FIRST.get_or_init(|| group.clone());
         Ok(group)
     }

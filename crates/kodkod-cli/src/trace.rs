@@ -4,16 +4,18 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::{Context, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
 use kodkod::cuda::trace::{KindTimes, by_kind, chrome_json, span, svg};
-use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, STAMPS, Stamp, driver, jit, new_gradients};
+use kodkod::cuda::{CudaLayer, STAMPS, Stamp, driver, jit};
 use kodkod::schedule::experts_per_rank;
 use kodkod::{GradientElement, Knobs, Precision, Routing, bf16};
 use serde_json::{Value, json};
 
 use crate::inputs::random_step;
+use crate::on_gpus::{self, OnGpus};
 use crate::options::{Device, KnobOptions, MachineOptions, check_writable, parse_precision};
 use crate::shapes::NamedShape;
 use crate::step::Step;
@@ -64,10 +66,13 @@ pub(crate) struct Args {
 
 /// Runs it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let Device::Cuda(ordinal) = args.device else {
-        bail!("--device {}: cuda and cuda:N are allowed, the CPU's tasks are not stamped", args.device);
-    };
-    let machine = MachineOptions { device: args.device, ..MachineOptions::default() };
+    if args.device == Device::Cpu {
+        bail!(
+            "--device {}: cuda, cuda:N and cuda:N,M,... are allowed, the CPU's tasks are not stamped",
+            args.device
+        );
+    }
+    let machine = MachineOptions { device: args.device.clone(), ..MachineOptions::default() };
     let (shape, knobs) = (&args.shape.shape, machine.knobs(&args.knobs, &args.shape.shape));
     knobs.validate()?;
     experts_per_rank(shape, args.ranks).with_context(|| format!("--ranks, shape {}", args.shape.name))?;
@@ -79,13 +84,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let svg_path = svg_beside(&args.out)?;
     machine.group(args.ranks)?; // Says what is wrong with the GPU, or the number of ranks on it.
-    let device = driver::Device::new(ordinal)?;
+    let gpus = on_gpus::open(args.device.gpus(args.ranks))?;
+    let device = &gpus[0];
     let passes = match args.gradients {
         Precision::F32 => passes::<f32>,
         Precision::Bf16 => passes::<bf16>,
     };
     let (stamps, forward) =
-        passes(&device, &args, &knobs, &split).with_context(|| format!("--shape {}", args.shape.name))?;
+        passes(&gpus, &args, &knobs, &split).with_context(|| format!("--shape {}", args.shape.name))?;
     let write = |path: &Path, text: String| {
         std::fs::write(path, text).with_context(|| format!("--out: {}", path.display()))
     };
@@ -136,7 +142,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 fn compile(args: &Args, knobs: &Knobs, split: &[usize]) -> anyhow::Result<ExitCode> {
     let mut defines = CudaLayer::defines(&args.shape.shape, knobs, split, args.gradients)?;
     defines.push(("TRACE", "1".into())); // As in `CudaLayer::traced`.
-    for source in jit::Source::ALL {
+    let meets = args.device.gpus(args.ranks).len() > 1;
+    for source in jit::Source::ALL.into_iter().chain(meets.then_some(jit::Source::Meet)) {
         jit::cubin(source, &defines)?;
     }
     Ok(ExitCode::SUCCESS)
@@ -159,32 +166,28 @@ fn svg_beside(out: &Path) -> anyhow::Result<PathBuf> {
 /// The stamps of a forward and a backward that run one right after the other, in order of their begin, and how many are
 /// the forward's.
 fn passes<G: GradientElement>(
-    device: &std::sync::Arc<driver::Device>,
+    gpus: &[Arc<driver::Device>],
     args: &Args,
     knobs: &Knobs,
     split: &[usize],
 ) -> anyhow::Result<(Vec<Stamp>, usize)> {
     let shape = &args.shape.shape;
-    let layer = CudaLayer::traced(device, shape, knobs, split, args.gradients)?;
     let step: Step<bf16> = random_step(shape, split.iter().sum(), true, 1);
-    let routing = step.routing(split)?;
-    let dy = step.dy.as_deref().unwrap_or_default();
-    let on_gpu = DeviceStep::new(shape, &step.x, dy, routing.ids(), routing.weights())?;
-    let weights = DeviceWeights::from_host(&step.weights.as_ref())?;
-    let gradients = new_gradients::<G>(shape)?;
+    let on_gpus = OnGpus::<G>::new(gpus, knobs, &step, split, CudaLayer::traced)?;
+    let layer = &on_gpus.layer;
     // Two to warm up. A forward alone then says how many of the stamps are a forward's.
     for _ in 0..2 {
-        layer.forward(&on_gpu, &weights)?;
-        layer.backward(&on_gpu, &weights, &gradients, false)?;
+        on_gpus.forward()?;
+        on_gpus.backward()?;
         layer.finish()?;
     }
     layer.clear_stamps()?;
-    layer.forward(&on_gpu, &weights)?;
+    on_gpus.forward()?;
     layer.finish()?;
     let forward = layer.stamps()?.len();
     layer.clear_stamps()?;
-    layer.forward(&on_gpu, &weights)?;
-    layer.backward(&on_gpu, &weights, &gradients, false)?;
+    on_gpus.forward()?;
+    on_gpus.backward()?;
     layer.finish()?;
     let mut stamps = layer.stamps()?;
     if (0..args.ranks).any(|rank| stamps.iter().filter(|s| s.rank == rank).count() >= STAMPS) {

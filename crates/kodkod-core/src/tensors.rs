@@ -1,6 +1,7 @@
 //! The layer's weights and their gradients, as the caller's slices. All are row-major.
 
 use std::convert::Infallible;
+use std::ops::Range;
 
 use half::bf16;
 
@@ -97,7 +98,25 @@ impl GradientElement for bf16 {
     }
 }
 
-impl<T> Weights<'_, T> {
+impl<'a, T> Weights<'a, T> {
+    /// Those of a part of the shape's experts, and the shared experts'.
+    ///
+    /// # Panics
+    /// For experts beyond the shape's.
+    pub fn of_experts(&self, shape: &Shape, experts: Range<usize>) -> Weights<'a, T> {
+        Weights {
+            gate: part(self.gate, shape, &experts),
+            up: part(self.up, shape, &experts),
+            down: part(self.down, shape, &experts),
+            biases: self.biases.map(|b| Biases {
+                gate: part(b.gate, shape, &experts),
+                up: part(b.up, shape, &experts),
+                down: part(b.down, shape, &experts),
+            }),
+            shared: self.shared,
+        }
+    }
+
     /// `Ok` where every slice has the length that the shape asks for, and the optional ones are there if and only
     /// if the shape has them.
     ///
@@ -128,6 +147,12 @@ impl<T> Weights<'_, T> {
         }
         Ok(())
     }
+}
+
+/// Some of the shape's experts' elements.
+fn part<'a, T>(all: &'a [T], shape: &Shape, experts: &Range<usize>) -> &'a [T] {
+    let each = all.len() / shape.experts;
+    &all[experts.start * each..experts.end * each]
 }
 
 fn present(name: &str, given: bool, wanted: bool) -> Result<()> {

@@ -9,6 +9,7 @@
 //!     probe time [SHAPE ...]      milliseconds and TFLOP/s; gradients in bf16 where GRADIENTS=bf16
 
 use std::error::Error;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::bf16;
@@ -19,7 +20,7 @@ use kodkod_core::{
 use kodkod_cpu::{CpuGroup, CpuOptions};
 use kodkod_cuda::driver::{Buffer, Device, Event};
 use kodkod_cuda::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, jit, new_gradients, read_gradients,
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Hang, Part, jit, new_gradients, read_gradients,
 };
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -272,25 +273,29 @@ fn relative(
 
 struct OnGpu<T = f32> {
     layer: CudaLayer,
-    step: DeviceStep,
-    weights: DeviceWeights,
-    gradients: DeviceGradients<T>,
+    steps: Vec<DeviceStep>,
+    weights: Vec<DeviceWeights>,
+    gradients: Vec<DeviceGradients<T>>,
 }
 
-fn on_gpu<T: GradientElement>(
-    device: &std::sync::Arc<Device>,
-    c: &Case,
-    knobs: &Knobs,
-    split: &[usize],
-) -> Outcome<OnGpu<T>> {
-    let gradients = new_gradients(&c.shape)?;
-    let layer = CudaLayer::new(device, &c.shape, knobs, split, T::PRECISION)?;
-    Ok(OnGpu {
-        step: DeviceStep::new(&c.shape, &c.x, &c.dy, &c.ids, &c.weights)?,
-        weights: DeviceWeights::from_host(&c.weights())?,
-        gradients,
-        layer,
-    })
+/// The GPUs of `$DEVICES`, such as 0,1, or 0,0 for ranks that meet on one; 0 alone where there are not as many as ranks.
+fn devices(ranks: usize) -> Outcome<Vec<Arc<Device>>> {
+    let given = std::env::var("DEVICES").unwrap_or_default();
+    let ordinals = given.split(',').filter_map(|n| n.parse().ok()).collect::<Vec<usize>>();
+    let ordinals = if ordinals.len() == ranks { ordinals } else { vec![0] };
+    Ok(ordinals.into_iter().map(Device::new).collect::<kodkod_cuda::Result<_>>()?)
+}
+
+fn on_gpu<T: GradientElement>(c: &Case, knobs: &Knobs, split: &[usize]) -> Outcome<OnGpu<T>> {
+    let devices = devices(split.len())?;
+    let parts = Part::all(&devices, &c.shape, split);
+    let layer = CudaLayer::new(&devices, &c.shape, knobs, split, T::PRECISION)?;
+    let step = |part: &Part| part.step(&c.x, &c.dy, &c.ids, &c.weights);
+    let steps = parts.iter().map(step).collect::<kodkod_cuda::Result<_>>()?;
+    let weights = parts.iter().map(|part| part.weights(&c.weights())).collect::<kodkod_cuda::Result<_>>()?;
+    let gradients = parts.iter().map(Part::new_gradients).collect::<kodkod_cuda::Result<_>>()?;
+    devices[0].make_current()?;
+    Ok(OnGpu { layer, steps, weights, gradients })
 }
 
 impl<T: GradientElement> OnGpu<T> {
@@ -298,34 +303,58 @@ impl<T: GradientElement> OnGpu<T> {
     fn outcome(&self, run: impl Fn() -> Outcome) -> Outcome<Named> {
         let stream = self.layer.stream();
         self.layer.poison()?;
-        for rows in [&self.step.y, &self.step.dx] {
-            rows.fill(0xff, stream)?;
+        for (step, gradients) in self.steps.iter().zip(&self.gradients) {
+            step.y.fill(0xff, stream)?;
+            step.dx.fill(0xff, stream)?;
+            step.d_topk_weights.fill(0xff, stream)?;
+            let fill = |values: &Buffer<f32>| values.fill(0xff, stream);
+            gradients.as_ref().try_map(|values| values.fill(0xff, stream), fill)?;
         }
-        self.step.d_topk_weights.fill(0xff, stream)?;
-        let fill = |values: &Buffer<f32>| values.fill(0xff, stream);
-        self.gradients.as_ref().try_map(|values| values.fill(0xff, stream), fill)?;
+        stream.synchronize()?;
         run()?;
         self.read()
     }
 
     fn read(&self) -> Outcome<Named> {
         let floats = |v: Vec<bf16>| v.into_iter().map(bf16::to_f32).collect::<Vec<_>>();
-        let mut all = vec![
-            ("y", floats(self.step.y.read()?)),
-            ("dx", floats(self.step.dx.read()?)),
-            ("d_w", self.step.d_topk_weights.read()?),
-        ];
-        let gradients = read_gradients(&self.gradients)?;
+        let (mut y, mut dx, mut d_w) = (Vec::new(), Vec::new(), Vec::new());
+        for step in &self.steps {
+            y.extend(floats(step.y.read()?));
+            dx.extend(floats(step.dx.read()?));
+            d_w.extend(step.d_topk_weights.read()?);
+        }
+        let mut all = vec![("y", y), ("dx", dx), ("d_w", d_w)];
         let widen =
             |v: Vec<T>| Ok::<_, std::convert::Infallible>(v.into_iter().map(T::to_f32).collect::<Vec<_>>());
-        let Ok(gradients) = gradients.try_map(widen, Ok);
-        all.extend(gradients.named().into_iter().map(|(name, v)| (name, v.to_vec())));
+        let mut gradients: Named = Vec::new();
+        for part in &self.gradients {
+            let Ok(part) = read_gradients(part)?.try_map(widen, Ok);
+            let part = part.named().into_iter().map(|(name, v)| (name, v.to_vec())).collect::<Named>();
+            if gradients.is_empty() {
+                gradients = part;
+                continue;
+            }
+            // Of the shared experts, the first part's are all.
+            let routed = |name: &str| name.starts_with("dw_") || name.starts_with("db_");
+            for ((_, all), (_, more)) in gradients.iter_mut().zip(part).filter(|(g, _)| routed(g.0)) {
+                all.extend(more);
+            }
+        }
+        all.extend(gradients);
         Ok(all)
     }
 
+    fn forward(&self) -> Outcome {
+        Ok(self.layer.forward_on(&self.steps, &self.weights)?)
+    }
+
+    fn backward(&self, accumulate: bool) -> Outcome {
+        Ok(self.layer.backward_on(&self.steps, &self.weights, &self.gradients, accumulate)?)
+    }
+
     fn passes(&self, accumulate: bool) -> Outcome {
-        self.layer.forward(&self.step, &self.weights)?;
-        self.layer.backward(&self.step, &self.weights, &self.gradients, accumulate)?;
+        self.forward()?;
+        self.backward(accumulate)?;
         Ok(self.layer.finish()?)
     }
 }
@@ -352,7 +381,6 @@ fn on_cpu(c: &Case, tokens: usize) -> Outcome<Named> {
 }
 
 fn check() -> Outcome {
-    let device = Device::new(0)?;
     let (mut bad, mut runs) = (0, 0);
     for check in checks() {
         for &routes in check.routes {
@@ -365,7 +393,7 @@ fn check() -> Outcome {
                 check.name, s.hidden, s.intermediate, s.experts, s.top_k, check.tokens
             );
             for (rows, split) in &check.ways {
-                let gpu: OnGpu = on_gpu(&device, &c, &check_knobs(*rows), split)?;
+                let gpu: OnGpu = on_gpu(&c, &check_knobs(*rows), split)?;
                 let ours = gpu.outcome(|| gpu.passes(false))?;
                 let compared: Vec<_> = ours
                     .iter()
@@ -394,7 +422,7 @@ fn check() -> Outcome {
                     .zip(&reference)
                     .skip(3)
                     .all(|(a, b)| relative(a.0, a.1.iter().copied(), b.1.iter().map(|v| 2.0 * v)).1);
-                let rounds = rounds_once(&device, &c, &check_knobs(*rows), split, &ours)?;
+                let rounds = rounds_once(&c, &check_knobs(*rows), split, &ours)?;
                 let good = compared.iter().all(|r| r.1) && not_zero == 0 && same && adds && rounds;
                 bad += usize::from(!good);
                 runs += 1;
@@ -415,14 +443,8 @@ fn check() -> Outcome {
 }
 
 /// Whether gradients in bf16 are those in f32, rounded once, and all else has the same bits; and whether they add up.
-fn rounds_once(
-    device: &std::sync::Arc<Device>,
-    c: &Case,
-    knobs: &Knobs,
-    split: &[usize],
-    in_f32: &Named,
-) -> Outcome<bool> {
-    let gpu: OnGpu<bf16> = on_gpu(device, c, knobs, split)?;
+fn rounds_once(c: &Case, knobs: &Knobs, split: &[usize], in_f32: &Named) -> Outcome<bool> {
+    let gpu: OnGpu<bf16> = on_gpu(c, knobs, split)?;
     let ours = gpu.outcome(|| gpu.passes(false))?;
     let is_weight = |name: &str| {
         name.starts_with("dw_") || (name.starts_with("d_shared") && !name.ends_with("output_gate"))
@@ -450,9 +472,8 @@ fn everything() -> (Case, Knobs, Vec<usize>) {
 }
 
 fn stall() -> Outcome {
-    let device = Device::new(0)?;
     let (c, knobs, split) = everything();
-    let mut gpu: OnGpu = on_gpu(&device, &c, &knobs, &split)?;
+    let mut gpu: OnGpu = on_gpu(&c, &knobs, &split)?;
     let before = hash(&gpu.outcome(|| gpu.passes(false))?);
     gpu.layer.set_wait_limit(Duration::from_millis(500));
     // GateUp and Down of a forward; DHidden and DInput of a backward.
@@ -485,18 +506,19 @@ fn graph() -> Outcome {
     let (c, knobs, two) = everything();
     let tokens = two.iter().sum();
     for split in [vec![tokens], two] {
-        let gpu: OnGpu = on_gpu(&device, &c, &knobs, &split)?;
-        let replay = gpu.layer.capture(&gpu.step, &gpu.weights, Some(&gpu.gradients))?;
+        let gpu: OnGpu = on_gpu(&c, &knobs, &split)?;
+        let replay = gpu.layer.capture_on(&gpu.steps, &gpu.weights, Some(&gpu.gradients[..]))?;
         println!("split {split:?}: {:?}", replay.work());
         if replay.work().others != 0 {
             return Err("a pass does other things than kernels and fills".into());
         }
         for routes in [Routes::Distinct, Routes::Holes, Routes::One, Routes::Nowhere, Routes::Distinct] {
             let other = case(&c.shape, tokens, routes, 0.5);
-            gpu.step.x.write(&other.x)?;
-            gpu.step.dy.write(&other.dy)?;
-            gpu.step.ids.write(&other.ids)?;
-            gpu.step.topk_weights.write(&other.weights)?;
+            let step = &gpu.steps[0];
+            step.x.write(&other.x)?;
+            step.dy.write(&other.dy)?;
+            step.ids.write(&other.ids)?;
+            step.topk_weights.write(&other.weights)?;
             device.synchronize()?;
             let direct = hash(&gpu.outcome(|| gpu.passes(false))?);
             let replayed = hash(&gpu.outcome(|| {
@@ -519,7 +541,7 @@ fn once(ranks: usize) -> Outcome {
     shape.shared = Some(Shared { intermediate: 64, output_gate: true });
     let knobs = check_knobs([128, 256, 128]);
     let c = case(&shape, 40, Routes::Holes, 1.0);
-    let gpu: OnGpu = on_gpu(&Device::new(0)?, &c, &knobs, &Routing::even_split(40, ranks))?;
+    let gpu: OnGpu = on_gpu(&c, &knobs, &Routing::even_split(40, ranks))?;
     gpu.passes(false)?;
     println!("{ranks} ranks: {:016x}", hash(&gpu.read()?));
     Ok(())
@@ -542,7 +564,7 @@ fn cold(name: &str) -> Outcome {
     let weights = DeviceWeights::from_host(&c.weights())?;
     let copied = lap();
     let gradients = new_gradients::<f32>(&shape)?;
-    let layer = CudaLayer::new(&device, &shape, &time_knobs(&shape), &[tokens], Precision::F32)?;
+    let layer = CudaLayer::new(std::slice::from_ref(&device), &shape, &time_knobs(&shape), &[tokens], Precision::F32)?;
     let made = lap();
     layer.forward(&step, &weights)?;
     layer.backward(&step, &weights, &gradients, false)?;
@@ -572,7 +594,7 @@ fn time<T: GradientElement>(names: &[String]) -> Outcome {
         }
         let c = case(&Shape::new(h, i, e, k), tokens, Routes::Distinct, 1.0);
         let start = Instant::now();
-        let gpu: OnGpu<T> = on_gpu(&device, &c, &time_knobs(&c.shape), &[tokens])?;
+        let gpu: OnGpu<T> = on_gpu(&c, &time_knobs(&c.shape), &[tokens])?;
         let setup = start.elapsed();
         let stream = gpu.layer.stream();
         let run = |what: &dyn Fn() -> Outcome| -> Outcome<f32> {
@@ -591,11 +613,11 @@ fn time<T: GradientElement>(names: &[String]) -> Outcome {
             all.sort_by(f32::total_cmp);
             Ok(all[all.len() / 2])
         };
-        let schedule = run(&|| Ok(gpu.layer.schedule(&gpu.step)?))?;
-        let forward = run(&|| Ok(gpu.layer.forward(&gpu.step, &gpu.weights)?))?;
+        let schedule = run(&|| Ok(gpu.layer.schedule_on(&gpu.steps)?))?;
+        let forward = run(&|| gpu.forward())?;
         let both = run(&|| {
-            gpu.layer.forward(&gpu.step, &gpu.weights)?;
-            Ok(gpu.layer.backward(&gpu.step, &gpu.weights, &gpu.gradients, false)?)
+            gpu.forward()?;
+            gpu.backward(false)
         })?;
         let flops = c.shape.forward_flops(tokens, tokens * k);
         println!(

@@ -29,6 +29,23 @@ struct Stall {
     u32 given_up, task, a, b, counter, index, seen, expected, pushed;
 };
 
+struct MeetParams {
+    u32 rank, leaving;
+    u32* met[RANKS];  // of each rank, [ranks]: how often the others have told it that they are there
+    u32* epoch;       // how often this one has
+    u32* abort[RANKS];
+    Stall* stall;
+    u64 limit_ns;
+};
+
+struct GatherParams {
+    const int* ids[RANKS];        // [tokens, top_k] of each rank
+    const float* factors[RANKS];  // router weights, [tokens, top_k]
+    u32 tokens[RANKS];
+    int* all_ids;
+    float* all_factors;
+};
+
 // One task of one CTA, in nanoseconds of the GPU's clock. `loaded`: its first operands are there; `product`: its product
 // is done, the epilogue begins; both 0 where a task has no product. `cycles`: the SM's count at the end.
 struct Stamp {
@@ -81,7 +98,7 @@ struct PassParams {
     float* carry[2];
     u32 tokens, comm_ctas, accumulate;
     u64 limit_ns;
-    u32* abort;  // of all ranks: not 0 when one has given up
+    u32* abort[RANKS];  // of each rank: not 0 when one has given up
     // A test hook: the compute task of this kind, block (or expert) and tile does not end until all give up. Kind ~0: none.
     u32 hang_kind, hang_a, hang_b;
     Stamp* stamps;  // [stamps_most]; the count of all tasks is in `stamped`

@@ -55,7 +55,7 @@ __device__ __forceinline__ bool wait_for(const PassParams& p, const program::Pro
     u32 polls = 0;
     while ((seen = ptx::load_acquire_sys(counter)) < w.at_least) {
         if (++polls % 64) continue;
-        if (ptx::nanoseconds() - start <= p.limit_ns && !ptx::load_acquire_sys(p.abort)) continue;
+        if (ptx::nanoseconds() - start <= p.limit_ns && !ptx::load_acquire_sys(p.abort[q.rank])) continue;
         // Each rank says what it waited for and how far it has come, so that the one that does not go on stands out.
         u32 pushed = ptx::load_acquire_sys(p.counters + program::place(q, {program::PUSHED, 0}));
         if (atomicCAS(&p.stall->given_up, 0, 1) == 0) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool wait_for(const PassParams& p, const program::Pro
             p.stall->expected = w.at_least;
             p.stall->pushed = pushed;
         }
-        ptx::add_release_sys(p.abort, 1);
+        for (u32 r = 0; r < RANKS; r++) ptx::add_release_sys(p.abort[r], 1);
         return false;
     }
     return true;
@@ -220,7 +220,7 @@ __device__ __forceinline__ float dot_row(const bf16* row, const float* weight) {
 // A test hook: holds one task until its rank has given up, or another rank has for long.
 __device__ __forceinline__ void maybe_hang(const PassParams& p, const program::Task& t) {
     if (t.kind != p.hang_kind || t.a != p.hang_a || t.b != p.hang_b) return;
-    for (u32 late = 0; late < 100000 && !ptx::load_acquire_sys(&p.stall->given_up); __nanosleep(1000)) late += ptx::load_acquire_sys(p.abort) != 0;
+    for (u32 late = 0; late < 100000 && !ptx::load_acquire_sys(&p.stall->given_up); __nanosleep(1000)) late += ptx::load_acquire_sys(p.abort[p.program->rank]) != 0;
 }
 
 // Begin and end of a task, by one thread; nothing where TRACE is 0.

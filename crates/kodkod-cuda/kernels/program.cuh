@@ -18,10 +18,10 @@ constexpr u32 GROUP = 8;
 
 enum Pass : u32 { FORWARD, BACKWARD };
 enum Stream : u32 { COMM, COMPUTE };
-enum Kind : u32 { PULL, PULL_GRAD, GATE_UP, DOWN, D_HIDDEN, D_INPUT, W_GRAD, ZERO_GRAD, SKIP, REDUCE, REDUCE_GRAD };
+enum Kind : u32 { PULL, PULL_GRAD, GATE_UP, DOWN, D_HIDDEN, D_INPUT, W_GRAD, ZERO_GRAD, SKIP, REDUCE, REDUCE_GRAD, ENTER, LEAVE };
 enum Weight : u32 { GATE, UP, DOWN_WEIGHT, OUTPUT_GATE };
 // In the order of their places among a rank's counters.
-enum CounterName : u32 { DONE, PUSHED, CHAIN, PULLED, GRAD_PULLED, HIDDEN, GRAD_HIDDEN, FREE };
+enum CounterName : u32 { DONE, PUSHED, CHAIN, PULLED, GRAD_PULLED, HIDDEN, GRAD_HIDDEN, FREE, MET };
 enum ArriveName : u32 { NOTHING, HERE, AT, PUSHES };
 
 struct Counter { u32 name, index; };

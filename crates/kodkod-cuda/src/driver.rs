@@ -90,6 +90,34 @@ impl Device {
         check(unsafe { sys::cuCtxSetCurrent(self.context) }, "make the context current")
     }
 
+    /// The driver's number of the GPU.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal as usize
+    }
+
+    /// Lets work on this GPU address memory of another one; nothing to do where they are the same.
+    ///
+    /// # Errors
+    /// [`Error::NoPeer`] where no link allows it.
+    pub fn enable_peer(&self, other: &Device) -> Result<()> {
+        if self.ordinal == other.ordinal {
+            return Ok(());
+        }
+        let mut can = 0;
+        // SAFETY: both are GPUs that the driver gave, and their contexts are retained for as long as they live.
+        unsafe {
+            check(sys::cuDeviceCanAccessPeer(&mut can, self.ordinal, other.ordinal), "ask for peer access")?;
+            if can == 0 {
+                return Err(Error::NoPeer { from: self.ordinal(), to: other.ordinal() });
+            }
+            self.make_current()?;
+            match sys::cuCtxEnablePeerAccess(other.context, 0) {
+                CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+                result => check(result, "enable peer access"),
+            }
+        }
+    }
+
     /// Streaming multiprocessors.
     pub fn sms(&self) -> u32 {
         self.sms
@@ -411,17 +439,22 @@ impl<T: Copy> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        if self.context.is_null() {
-            return;
+        if !self.context.is_null() {
+            // SAFETY: allocated in `new`, in that context; the driver waits for work that uses it. A failure has nobody to tell.
+            within(self.context, || unsafe { sys::cuMemFree_v2(self.address) });
         }
-        // SAFETY: allocated in `new`, in that context; the driver waits for work that uses it. A failure has nobody to tell.
-        unsafe {
-            let mut before = ptr::null_mut();
-            let _ = sys::cuCtxGetCurrent(&mut before);
-            let _ = sys::cuCtxSetCurrent(self.context);
-            let _ = sys::cuMemFree_v2(self.address);
-            let _ = sys::cuCtxSetCurrent(before);
-        }
+    }
+}
+
+/// Gives something back in the context that it was made in, which need not be the current one.
+fn within(context: sys::CUcontext, give_back: impl FnOnce() -> CUresult) {
+    let mut before = ptr::null_mut();
+    // SAFETY: a context that something lives in is alive. A failure has nobody to tell.
+    unsafe {
+        let _ = sys::cuCtxGetCurrent(&mut before);
+        let _ = sys::cuCtxSetCurrent(context);
+        let _ = give_back();
+        let _ = sys::cuCtxSetCurrent(before);
     }
 }
 
@@ -429,6 +462,7 @@ impl<T> Drop for Buffer<T> {
 #[derive(Debug)]
 pub struct Module {
     raw: sys::CUmodule,
+    context: sys::CUcontext,
 }
 // SAFETY: a module is read only once it is loaded.
 unsafe impl Send for Module {}
@@ -438,10 +472,13 @@ unsafe impl Sync for Module {}
 impl Module {
     /// Loads a cubin.
     pub fn load(cubin: &[u8]) -> Result<Self> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the image is whole; the driver checks it.
-        check(unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) }, "load a module")?;
-        Ok(Module { raw })
+        let (mut raw, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a context is current; the image is whole, and the driver checks it.
+        unsafe {
+            check(sys::cuCtxGetCurrent(&mut context), "ask for the current context")?;
+            check(sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()), "load a module")?;
+        }
+        Ok(Module { raw, context })
     }
 
     /// A kernel of the module, allowed `shared` bytes of dynamic shared memory.
@@ -465,8 +502,8 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
-        // SAFETY: loaded in `load`.
-        let _ = unsafe { sys::cuModuleUnload(self.raw) };
+        // SAFETY: loaded in `load`, in that context.
+        within(self.context, || unsafe { sys::cuModuleUnload(self.raw) });
     }
 }
 

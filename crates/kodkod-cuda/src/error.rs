@@ -34,6 +34,17 @@ pub enum Error {
         /// Of the compute capability.
         minor: i32,
     },
+    /// Two GPUs that do not reach each other's memory.
+    #[error(
+        "GPU {from} cannot address the memory of GPU {to}: ranks need GPUs with peer access (NVLink, or PCIe where the \
+         system allows it; `nvidia-smi topo -p2p r` shows it); use GPUs that have it, or several ranks on one"
+    )]
+    NoPeer {
+        /// The one that would read.
+        from: usize,
+        /// The one that has the memory.
+        to: usize,
+    },
     /// The driver refused.
     #[error("could not {what}: {text}")]
     Driver {

@@ -33,12 +33,14 @@ pub enum Source {
     Forward,
     /// `moe_backward`
     Backward,
+    /// `meet`, `gather`: for ranks with a GPU each
+    Meet,
     /// `links_bulk`, `links_lines`, `links_fill`, `links_check`, `links_ping`; takes no constants
     Links,
 }
 
 impl Source {
-    /// Those of a layer.
+    /// Those of every layer.
     pub const ALL: [Source; 3] = [Source::Schedule, Source::Forward, Source::Backward];
 
     /// Whether the file depends on a constant: the knobs are the schedule's alone, so that other knobs compile no pass
@@ -47,7 +49,8 @@ impl Source {
         match constant {
             "PER_MINIBATCH" | "RING" | "SAVED" => self == Source::Schedule,
             "BF16_GRADIENTS" => self == Source::Backward,
-            _ => self != Source::Links,
+            "RANKS" | "TOP_K" => self != Source::Links,
+            _ => !matches!(self, Source::Meet | Source::Links),
         }
     }
 
@@ -56,6 +59,7 @@ impl Source {
             Source::Schedule => ("schedule.cu", include_str!("../kernels/schedule.cu")),
             Source::Forward => ("forward.cu", include_str!("../kernels/forward.cu")),
             Source::Backward => ("backward.cu", include_str!("../kernels/backward.cu")),
+            Source::Meet => ("meet.cu", include_str!("../kernels/meet.cu")),
             Source::Links => ("links.cu", include_str!("../kernels/links.cu")),
         }
     }

@@ -3,8 +3,6 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUresult};
-
 use crate::driver::{Buffer, Device, Event, Kernel, Module, Parameter, Stream};
 use crate::error::{Error, Result};
 use crate::jit::{self, Source};
@@ -146,10 +144,8 @@ impl Links {
     pub fn new(ordinals: [usize; 2]) -> Result<Self> {
         let devices = [Device::new(ordinals[0])?, Device::new(ordinals[1])?];
         let one_gpu = ordinals[0] == ordinals[1];
-        if !one_gpu {
-            enable_peer(&devices[0], &devices[1])?;
-            enable_peer(&devices[1], &devices[0])?;
-        }
+        devices[0].enable_peer(&devices[1])?;
+        devices[1].enable_peer(&devices[0])?;
         let code = jit::cubin(Source::Links, &[])?.code;
         let [first, second] = devices;
         Ok(Links { ends: [End::new(first, &code, 1)?, End::new(second, &code, 2)?], one_gpu })
@@ -286,20 +282,6 @@ impl Links {
             end.stream.synchronize()?;
         }
         Ok(())
-    }
-}
-
-/// Lets kernels of `device` use the memory of `other`.
-fn enable_peer(device: &Device, other: &Device) -> Result<()> {
-    let mut context = std::ptr::null_mut();
-    other.make_current()?;
-    // SAFETY: a context is current.
-    unsafe { sys::cuCtxGetCurrent(&mut context) };
-    device.make_current()?;
-    // SAFETY: both contexts are retained by their devices.
-    match unsafe { sys::cuCtxEnablePeerAccess(context, 0) } {
-        CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
-        refused => Err(Error::Link(format!("no access to the other GPU's memory: {refused:?}"))),
     }
 }
 

@@ -1,10 +1,91 @@
 //! What a caller has on the GPU: weights, gradients, and a step's rows and routes.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use half::bf16;
 use kodkod_core::{Biases, GradientElement, Shape, SharedWeights, WeightGradients, Weights};
 
-use crate::driver::{Buffer, Stream};
+use crate::driver::{Buffer, Device, Stream};
 use crate::error::Result;
+
+/// What a GPU has of a step and of the weights: all of it where it is the only one, else one rank's.
+#[derive(Debug, Clone)]
+pub struct Part {
+    device: Arc<Device>,
+    all: Shape,
+    /// The shape, with the experts that are here.
+    own: Shape,
+    tokens: Range<usize>,
+    experts: Range<usize>,
+}
+
+impl Part {
+    /// Those of each of the devices, for [`CudaLayer::new`](crate::CudaLayer::new) with one of them, or
+    /// [`CudaLayer::new_on`](crate::CudaLayer::new_on).
+    pub fn all(devices: &[Arc<Device>], shape: &Shape, tokens_per_rank: &[usize]) -> Vec<Part> {
+        let experts = shape.experts / devices.len();
+        let mut first = 0;
+        let part = |(at, device): (usize, &Arc<Device>)| {
+            let ranks = if devices.len() == 1 { tokens_per_rank } else { &tokens_per_rank[at..at + 1] };
+            let from = first;
+            first += ranks.iter().sum::<usize>();
+            Part {
+                device: device.clone(),
+                all: shape.clone(),
+                own: Shape { experts, ..shape.clone() },
+                tokens: from..first,
+                experts: at * experts..(at + 1) * experts,
+            }
+        };
+        devices.iter().enumerate().map(part).collect()
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// The shape, with the experts that are here.
+    pub fn own(&self) -> &Shape {
+        &self.own
+    }
+
+    /// Of values of all tokens, `each` a token, those that are here.
+    pub fn of_tokens<'a, T>(&self, all: &'a [T], each: usize) -> &'a [T] {
+        &all[self.tokens.start * each..self.tokens.end * each]
+    }
+
+    /// The same, to write to.
+    pub fn of_tokens_mut<'a, T>(&self, all: &'a mut [T], each: usize) -> &'a mut [T] {
+        &mut all[self.tokens.start * each..self.tokens.end * each]
+    }
+
+    /// Of the weights, those that are here.
+    pub fn of_weights<'a>(&self, w: &Weights<'a, bf16>) -> Weights<'a, bf16> {
+        w.of_experts(&self.all, self.experts.clone())
+    }
+
+    /// Its rows and routes, of those of all tokens; makes the GPU current.
+    pub fn step(&self, x: &[bf16], dy: &[bf16], ids: &[i32], topk_weights: &[f32]) -> Result<DeviceStep> {
+        self.device.make_current()?;
+        let (h, k) = (self.own.hidden, self.own.top_k);
+        let (x, dy) = (self.of_tokens(x, h), self.of_tokens(dy, h));
+        DeviceStep::new(&self.own, x, dy, self.of_tokens(ids, k), self.of_tokens(topk_weights, k))
+    }
+
+    /// Its weights, of those of all experts; makes the GPU current.
+    pub fn weights(&self, w: &Weights<'_, bf16>) -> Result<DeviceWeights> {
+        self.device.make_current()?;
+        DeviceWeights::from_host(&self.of_weights(w))
+    }
+
+    /// Gradients of its weights, not initialised; makes the GPU current.
+    pub fn new_gradients<T: GradientElement>(&self) -> Result<DeviceGradients<T>> {
+        self.device.make_current()?;
+        new_gradients(&self.own)
+    }
+}
 
 /// Weights on the GPU, as `kodkod_core::Weights`.
 #[derive(Debug)]

@@ -19,7 +19,7 @@ const SCHEDULE_REGISTERS: u32 = 64;
 /// not grow unseen. Lower it where a kernel gets better.
 fn spills_allowed(job: &Job) -> (u32, u32) {
     match (job.source, job.gradients, job.traced) {
-        (Source::Schedule | Source::Links, ..) => (0, 0),
+        (Source::Schedule | Source::Meet | Source::Links, ..) => (0, 0),
         (Source::Forward | Source::Backward, _, true) => (24, 24),
         (Source::Forward, ..) | (Source::Backward, Precision::F32, _) => (20, 20),
         (Source::Backward, Precision::Bf16, _) => (72, 72),
@@ -76,6 +76,7 @@ fn jobs() -> Vec<Job> {
         add(Precision::F32, false, &Source::ALL);
         add(Precision::Bf16, false, &[Source::Backward]);
         if name == "everything" {
+            add(Precision::F32, false, &[Source::Meet]);
             add(Precision::Bf16, true, &[Source::Forward, Source::Backward]);
         }
     }
@@ -155,7 +156,7 @@ fn kernels_compile_within_their_registers() {
                     }
                     let registers = match source {
                         // Some of its kernels have 1024 threads, as the schedule's.
-                        Source::Schedule | Source::Links => SCHEDULE_REGISTERS,
+                        Source::Schedule | Source::Meet | Source::Links => SCHEDULE_REGISTERS,
                         Source::Forward | Source::Backward => PASS_REGISTERS,
                     };
                     let (stores, loads) = spills_allowed(&job);

@@ -1,4 +1,4 @@
-//! A layer on a GPU, for rows and weights that the caller has in the host's memory: copied there, computed, copied back.
+//! A layer on GPUs, for rows and weights that the caller has in the host's memory: copied there, computed, copied back.
 //!
 //! A layer keeps its kernels and buffers on the GPU for the token counts that it saw last, and leaves them to the group
 //! when it goes, so a step like the one before allocates nothing. A backward finds what its forward left there; where another forward came between, it runs its own
@@ -12,35 +12,33 @@ use half::bf16;
 use kodkod_core::{
     Error, GradientElement, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights,
 };
-use kodkod_cuda::driver::Device;
-use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, new_gradients};
+use kodkod_cuda::driver::{Buffer, Device};
+use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Part};
 
-/// Most virtual ranks of one GPU.
+/// Most ranks, on one GPU or several.
 const MOST_RANKS: usize = 8;
 /// Splits of tokens that a layer keeps buffers for; as many are kept of layers that are gone.
 const MOST_HELD: usize = 2;
 
-/// Ranks that share one GPU.
+/// Ranks that share one GPU, or have one each.
 pub(crate) struct CudaGroup {
-    /// Of layers that are gone, the last first. Dropped before the device, and with it the GPU's context.
+    /// Of layers that are gone, the last first. Dropped before the devices, and with them the GPUs' contexts.
     spare: Mutex<Vec<Held>>,
-    pub(crate) device: Arc<Device>,
+    /// One, or one a rank.
+    pub(crate) devices: Vec<Arc<Device>>,
     pub(crate) ranks: usize,
 }
 
-impl Drop for CudaGroup {
-    fn drop(&mut self) {
-        // Buffers are freed in the context that is current. A failure has nobody to tell.
-        let _ = self.device.make_current();
-    }
-}
-
 impl CudaGroup {
-    pub(crate) fn new(device: usize, ranks: usize) -> Result<Self> {
+    pub(crate) fn new(devices: &[usize], ranks: usize) -> Result<Self> {
         if ranks == 0 || ranks > MOST_RANKS {
-            return Err(Error::invalid("ranks", ranks, format!("1 to {MOST_RANKS} are allowed on a GPU")));
+            return Err(Error::invalid("ranks", ranks, format!("1 to {MOST_RANKS} are allowed on GPUs")));
         }
-        Ok(CudaGroup { spare: Mutex::default(), device: Device::new(device)?, ranks })
+        let devices = devices.iter().map(|&d| Device::new(d)).collect::<kodkod_cuda::Result<Vec<_>>>()?;
+        for a in &devices {
+            devices.iter().try_for_each(|b| a.enable_peer(b))?;
+        }
+        Ok(CudaGroup { spare: Mutex::default(), devices, ranks })
     }
 }
 
@@ -54,21 +52,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A layer's memory on the GPU, for one split of tokens.
+/// A layer's memory on the GPUs, for one split of tokens.
 struct Held {
     shape: Shape,
     knobs: Knobs,
     tokens: Vec<usize>,
     layer: CudaLayer,
-    step: DeviceStep,
-    weights: DeviceWeights,
-    /// [`DeviceGradients`] of the type that the layer was compiled for.
+    parts: Vec<Part>,
+    /// Of each part.
+    steps: Vec<DeviceStep>,
+    /// Of each part.
+    weights: Vec<DeviceWeights>,
+    /// A vector of each part's [`DeviceGradients`], of the type that the layer was compiled for.
     gradients: Option<Box<dyn Any + Send>>,
     /// The forward whose rows are in the buffers.
     call: Option<u64>,
 }
 
-/// A layer of a shape on the ranks of a GPU.
+/// A layer of a shape on the ranks of a group.
 pub(crate) struct OnGpu {
     /// The last used first.
     held: Mutex<Vec<Held>>,
@@ -103,7 +104,8 @@ impl OnGpu {
         let call = CALLS.fetch_add(1, Ordering::Relaxed);
         let mut all = lock(&self.held);
         let held = self.forward_as(call, &mut all, x, routing, weights, None)?;
-        Ok((held.step.y.read()?, SavedOnGpu { call, shape: self.shape.clone(), routing: routing.clone() }))
+        let y = held.read(x.len(), self.shape.hidden, |step| &step.y)?;
+        Ok((y, SavedOnGpu { call, shape: self.shape.clone(), routing: routing.clone() }))
     }
 
     fn forward_as<'a>(
@@ -115,15 +117,18 @@ impl OnGpu {
         weights: &Weights<bf16>,
         gradients: Option<Precision>,
     ) -> Result<&'a mut Held> {
-        self.group.device.make_current()?;
         let held = self.fit(all, x, routing, weights, gradients)?;
         held.call = None;
-        held.step.x.write(x)?;
-        held.step.ids.write(routing.ids())?;
-        held.step.topk_weights.write(routing.weights())?;
-        write_weights(&held.weights, weights)?;
+        let (h, k) = (self.shape.hidden, self.shape.top_k);
+        for ((part, step), to) in held.parts.iter().zip(&held.steps).zip(&held.weights) {
+            part.device().make_current()?;
+            step.x.write(part.of_tokens(x, h))?;
+            step.ids.write(part.of_tokens(routing.ids(), k))?;
+            step.topk_weights.write(part.of_tokens(routing.weights(), k))?;
+            write_weights(to, &part.of_weights(weights))?;
+        }
         let _alone = lock(&PASS);
-        held.layer.forward(&held.step, &held.weights)?;
+        held.layer.forward_on(&held.steps, &held.weights)?;
         held.layer.finish()?;
         held.call = Some(call);
         Ok(held)
@@ -138,7 +143,6 @@ impl OnGpu {
         gradients: WeightGradients<&mut [G], &mut [f32]>,
         accumulate: bool,
     ) -> Result<(Vec<bf16>, Vec<f32>)> {
-        self.group.device.make_current()?;
         let mut all = lock(&self.held);
         let ready = |held: &Held| held.call == Some(saved.call) && held.layer.gradients() == G::PRECISION;
         match all.iter().position(ready) {
@@ -149,25 +153,34 @@ impl OnGpu {
             }
         }
         let held = &mut all[0];
-        held.step.dy.write(dy)?;
-        if held.gradients.is_none() {
-            held.gradients = Some(Box::new(new_gradients::<G>(&self.shape)?));
+        for (part, step) in held.parts.iter().zip(&held.steps) {
+            part.device().make_current()?;
+            step.dy.write(part.of_tokens(dy, self.shape.hidden))?;
         }
-        let on_gpu = held.gradients.as_ref().and_then(|g| g.downcast_ref::<DeviceGradients<G>>());
+        if held.gradients.is_none() {
+            let new =
+                held.parts.iter().map(Part::new_gradients::<G>).collect::<kodkod_cuda::Result<Vec<_>>>()?;
+            held.gradients = Some(Box::new(new));
+        }
+        let on_gpu = held.gradients.as_ref().and_then(|g| g.downcast_ref::<Vec<DeviceGradients<G>>>());
         let on_gpu = on_gpu.expect("made of the layer's type");
-        let ((of_weights, of_rest), (weights, rest)) = (on_gpu.as_ref().into_parts(), gradients.into_parts());
-        let mut of_weights: Vec<_> = of_weights.into_iter().zip(weights).collect();
-        let mut of_rest: Vec<_> = of_rest.into_iter().zip(rest).collect();
+        let (weights, rest) = gradients.into_parts();
+        let (of_weights, of_rest): (Vec<_>, Vec<_>) = on_gpu.iter().map(|g| g.as_ref().into_parts()).unzip();
+        // The routed experts' come first.
+        let mut weights = pair(&of_weights, weights, 3);
+        let mut rest = pair(&of_rest, rest, if self.shape.biases { 3 } else { 0 });
         if accumulate {
-            of_weights.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
-            of_rest.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
+            weights.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
+            rest.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
         }
         let _alone = lock(&PASS);
-        held.layer.backward(&held.step, &held.weights, on_gpu, accumulate)?;
+        held.layer.backward_on(&held.steps, &held.weights, on_gpu, accumulate)?;
         held.layer.finish()?;
-        of_weights.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
-        of_rest.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
-        Ok((held.step.dx.read()?, held.step.d_topk_weights.read()?))
+        weights.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
+        rest.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
+        let dx = held.read(dy.len(), self.shape.hidden, |step| &step.dx)?;
+        let routes = saved.routing.tokens() * self.shape.top_k;
+        Ok((dx, held.read(routes, self.shape.top_k, |step| &step.d_topk_weights)?))
     }
 
     /// Buffers for a step, first in the list. `gradients`: what its backward stores gradients in, where it is known; a
@@ -202,18 +215,17 @@ impl OnGpu {
                 }
                 // What nobody uses makes room.
                 spare.clear();
-                let (device, gradients) = (&self.group.device, gradients.unwrap_or(before));
-                let held = Held {
-                    shape: self.shape.clone(),
-                    knobs: self.knobs,
-                    layer: CudaLayer::new(device, &self.shape, &self.knobs, &tokens, gradients)?,
-                    // A dy comes with the backward.
-                    step: DeviceStep::new(&self.shape, x, x, routing.ids(), routing.weights())?,
-                    weights: DeviceWeights::from_host(weights)?,
-                    gradients: None,
-                    call: None,
-                    tokens,
-                };
+                let (devices, gradients) = (&self.group.devices, gradients.unwrap_or(before));
+                let parts = Part::all(devices, &self.shape, &tokens);
+                let layer = CudaLayer::new(devices, &self.shape, &self.knobs, &tokens, gradients)?;
+                // A dy comes with the backward.
+                let step = |part: &Part| part.step(x, x, routing.ids(), routing.weights());
+                let steps = parts.iter().map(step).collect::<kodkod_cuda::Result<Vec<_>>>()?;
+                let on_gpu = parts.iter().map(|part| part.weights(weights));
+                let weights = on_gpu.collect::<kodkod_cuda::Result<Vec<_>>>()?;
+                let (shape, knobs) = (self.shape.clone(), self.knobs);
+                let (gradients, call) = (None, None);
+                let held = Held { shape, knobs, tokens, layer, parts, steps, weights, gradients, call };
                 all.insert(0, held);
             }
         }
@@ -223,12 +235,43 @@ impl OnGpu {
 
 impl Drop for OnGpu {
     fn drop(&mut self) {
-        // Buffers are freed in the context that is current. A failure has nobody to tell.
-        let _ = self.group.device.make_current();
         let mut spare = lock(&self.group.spare);
         spare.splice(0..0, lock(&self.held).drain(..));
         spare.truncate(MOST_HELD);
     }
+}
+
+impl Held {
+    /// `len` values of all tokens, `each` a token, from the buffers of all parts.
+    fn read<T: Copy + Default>(
+        &self,
+        len: usize,
+        each: usize,
+        buffer: impl Fn(&DeviceStep) -> &Buffer<T>,
+    ) -> Result<Vec<T>> {
+        let mut all = vec![T::default(); len];
+        for (part, step) in self.parts.iter().zip(&self.steps) {
+            part.device().make_current()?;
+            buffer(step).read_into(part.of_tokens_mut(&mut all, each))?;
+        }
+        Ok(all)
+    }
+}
+
+/// Each part's buffers with what the caller has of them: of the first `split` slices every part has its share, the others are
+/// the first part's.
+fn pair<'a, 'b, T: Copy>(
+    buffers: &[Vec<&'a Buffer<T>>],
+    host: Vec<&'b mut [T]>,
+    split: usize,
+) -> Vec<(&'a Buffer<T>, &'b mut [T])> {
+    let mut pairs = Vec::new();
+    for (at, slice) in host.into_iter().enumerate() {
+        let each = if at < split { slice.len() / buffers.len() } else { slice.len() };
+        pairs
+            .extend(buffers.iter().zip(slice.chunks_mut(each.max(1))).map(|(part, chunk)| (part[at], chunk)));
+    }
+    pairs
 }
 
 fn write_weights(on_gpu: &DeviceWeights, w: &Weights<bf16>) -> Result<()> {

@@ -76,21 +76,21 @@ impl ExpertGroup {
         Ok(ExpertGroup { machine: Machine::Processes(Arc::new(group)) })
     }
 
-    /// One rank a GPU, given by their ordinals. Layers compute in bf16, with sizes that are multiples of 64.
+    /// One rank a GPU, given by their ordinals, in this process: they reach each other's memory, so they need peer access
+    /// (NVLink). Layers compute in bf16, with sizes that are multiples of 64.
     ///
     /// # Errors
-    /// [`Error::Machine`] where there is no driver, no such GPU, or one that the kernels do not run on;
-    /// [`Error::Invalid`] for no device, or, in this version, for more than one.
+    /// [`Error::Machine`] where there is no driver, no such GPU, one that the kernels do not run on, or two that do not reach
+    /// each other; [`Error::Invalid`] for no device, too many, or one twice.
     pub fn cuda(devices: &[usize]) -> Result<Self> {
-        match *devices {
-            [] => Err(Error::invalid("devices", "empty", "one GPU is needed")),
-            [device] => Self::cuda_virtual(device, 1),
-            _ => {
-                let allowed = "several GPUs are not in this version; for several ranks on one GPU there is \
-                               ExpertGroup::cuda_virtual";
-                Err(Error::invalid("devices", format!("{devices:?}"), allowed))
-            }
+        if devices.is_empty() {
+            return Err(Error::invalid("devices", "empty", "one GPU is needed"));
         }
+        if let Some(twice) = (1..devices.len()).find(|&at| devices[..at].contains(&devices[at])) {
+            let allowed = "each GPU once; for several ranks on one GPU there is ExpertGroup::cuda_virtual";
+            return Err(Error::invalid("devices", format!("{} twice", devices[twice]), allowed));
+        }
+        Ok(ExpertGroup { machine: Machine::Cuda(Arc::new(CudaGroup::new(devices, devices.len())?)) })
     }
 
     /// `ranks` virtual ranks on one GPU, each on its share of the streaming multiprocessors.
@@ -98,7 +98,7 @@ impl ExpertGroup {
     /// # Errors
     /// [`Error::Machine`] as for [`ExpertGroup::cuda`]; [`Error::Invalid`] for 0 ranks or too many.
     pub fn cuda_virtual(device: usize, ranks: usize) -> Result<Self> {
-        Ok(ExpertGroup { machine: Machine::Cuda(Arc::new(CudaGroup::new(device, ranks)?)) })
+        Ok(ExpertGroup { machine: Machine::Cuda(Arc::new(CudaGroup::new(&[device], ranks)?)) })
     }
 
     /// Number of ranks.
@@ -151,7 +151,10 @@ impl ExpertGroup {
         match &self.machine {
             Machine::Cpu(cpu) => format!("{} on {} threads", cpu.isa(), cpu.threads()),
             Machine::Processes(group) => format!("{} on {} threads a rank", group.isa(), group.threads()),
-            Machine::Cuda(cuda) => cuda.device.name().to_owned(),
+            Machine::Cuda(cuda) => match &cuda.devices[..] {
+                [device] => device.name().to_owned(),
+                devices => format!("{} GPUs: {}", devices.len(), devices[0].name()),
+            },
         }
     }
 
@@ -185,7 +188,7 @@ impl std::fmt::Debug for ExpertGroup {
         match &self.machine {
             Machine::Cpu(cpu) => text.field("cpu", cpu.options()),
             Machine::Processes(group) => text.field("rank", &group.rank()).field("cpu", group.options()),
-            Machine::Cuda(cuda) => text.field("cuda", &cuda.device).field("ranks", &cuda.ranks),
+            Machine::Cuda(cuda) => text.field("cuda", &cuda.devices).field("ranks", &cuda.ranks),
         };
         text.finish_non_exhaustive()
     }

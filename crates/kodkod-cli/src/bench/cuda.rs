@@ -2,14 +2,16 @@
 //! schedule in it.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Context;
-use kodkod::cuda::driver::{Device, Event};
-use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, jit, new_gradients};
-use kodkod::{GradientElement, Knobs, Routing, bf16};
+use kodkod::cuda::driver::{Device as Gpu, Event};
+use kodkod::cuda::{CudaLayer, jit};
+use kodkod::{GradientElement, Knobs, bf16};
 
 use super::{Args, Row, Storage, Timed, median, progress, table};
 use crate::inputs::random_step;
+use crate::on_gpus::{self, OnGpus};
 use crate::shapes::NamedShape;
 use crate::step::Step;
 
@@ -28,7 +30,8 @@ pub(super) fn compile(args: &Args) -> anyhow::Result<ExitCode> {
         for (&tokens, &ranks) in args.tokens.iter().flat_map(|t| args.ranks.iter().map(move |r| (t, r))) {
             let defines =
                 CudaLayer::defines(&named.shape, &knobs, &vec![tokens; ranks], args.gradients.precision())?;
-            for source in jit::Source::ALL {
+            let meets = args.machine.device.gpus(ranks).len() > 1;
+            for source in jit::Source::ALL.into_iter().chain(meets.then_some(jit::Source::Meet)) {
                 jit::cubin(source, &defines)?;
             }
         }
@@ -37,10 +40,8 @@ pub(super) fn compile(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
-    let crate::options::Device::Cuda(ordinal) = args.machine.device else {
-        unreachable!("called for a GPU");
-    };
-    let device = Device::new(ordinal)?;
+    let open = |&ranks: &usize| on_gpus::open(args.machine.device.gpus(ranks));
+    let gpus = args.ranks.iter().map(open).collect::<kodkod::cuda::Result<Vec<_>>>()?;
     let bar = progress(args.shape.len() * args.tokens.len() * args.ranks.len());
     let mut rows = Vec::new();
     for named in &args.shape {
@@ -48,18 +49,16 @@ pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
         let most = |list: &[usize]| list.iter().max().copied().unwrap_or(0);
         let step: Step<bf16> =
             random_step(&named.shape, most(&args.tokens) * most(&args.ranks), args.backward(), 1);
-        let weights = DeviceWeights::from_host(&step.weights.as_ref())
-            .with_context(|| format!("--shape {}: its weights", named.name))?;
         for &tokens in &args.tokens {
-            for &ranks in &args.ranks {
+            for (&ranks, gpus) in args.ranks.iter().zip(&gpus) {
                 bar.set_message(format!("{}, {tokens} tokens on each of {ranks} ranks", named.name));
                 let knobs = args.machine.knobs(&args.knobs, &named.shape);
                 let measure = match args.gradients {
                     Storage::Bf16 => measure::<bf16>,
                     Storage::F32 => measure::<f32>,
                 };
-                let (times, routes) = measure(args, &device, knobs, &step, &weights, &vec![tokens; ranks])
-                    .with_context(|| {
+                let (times, routes) =
+                    measure(args, gpus, &knobs, &step, &vec![tokens; ranks]).with_context(|| {
                         format!("--shape {}, {tokens} tokens on each of {ranks} ranks", named.name)
                     })?;
                 for &pass in &args.pass {
@@ -78,8 +77,8 @@ pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
     if !args.json {
         println!(
             "{}, {} SMs, bf16, gradients in {}; medians of {} repeats",
-            device.name(),
-            device.sms(),
+            gpus[0][0].name(),
+            gpus[0][0].sms(),
             args.gradients.precision(),
             args.repeat()
         );
@@ -91,44 +90,38 @@ pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
 /// Times, and routes that are not -1.
 fn measure<G: GradientElement>(
     args: &Args,
-    device: &std::sync::Arc<Device>,
-    knobs: Knobs,
+    gpus: &[Arc<Gpu>],
+    knobs: &Knobs,
     step: &Step<bf16>,
-    weights: &DeviceWeights,
     tokens_per_rank: &[usize],
 ) -> anyhow::Result<(Times, usize)> {
-    let (shape, tokens) = (&step.shape, tokens_per_rank.iter().sum::<usize>());
-    let (rows, routes) = (tokens * shape.hidden, tokens * shape.top_k);
-    let routing = Routing::new(shape, &step.ids[..routes], &step.topk_weights[..routes], tokens_per_rank)?;
-    let layer = CudaLayer::new(device, shape, &knobs, tokens_per_rank, G::PRECISION)?;
-    let dy = step.dy.as_deref().unwrap_or(&step.x);
-    let on_gpu = DeviceStep::new(shape, &step.x[..rows], &dy[..rows], routing.ids(), routing.weights())?;
-    let gradients = args.backward().then(|| new_gradients::<G>(shape)).transpose()?;
-    let stream = layer.stream();
+    let on_gpus = OnGpus::<G>::new(gpus, knobs, step, tokens_per_rank, CudaLayer::new)?;
+    let stream = on_gpus.layer.stream();
     let mut times = Times::default();
     let events = (0..4).map(|_| Event::new()).collect::<kodkod::cuda::Result<Vec<_>>>()?;
     for repeat in 0..args.warmup() + args.repeat() {
         events[0].record(stream)?;
-        layer.schedule(&on_gpu)?;
+        on_gpus.schedule()?;
         events[1].record(stream)?;
         let schedule = events[0].milliseconds_to(&events[1])?;
         events[1].record(stream)?;
-        layer.forward(&on_gpu, weights)?;
+        on_gpus.forward()?;
         events[2].record(stream)?;
-        if let Some(gradients) = &gradients {
-            layer.backward(&on_gpu, weights, gradients, false)?;
+        if args.backward() {
+            on_gpus.backward()?;
         }
         events[3].record(stream)?;
         let backward = events[2].milliseconds_to(&events[3])?;
         let forward = events[1].milliseconds_to(&events[2])?;
-        layer.finish()?;
+        on_gpus.layer.finish()?;
         if repeat >= args.warmup() {
             times.schedule.push(f64::from(schedule));
             times.forward.push(f64::from(forward));
             times.backward.push(f64::from(backward));
         }
     }
-    Ok((times, routing.routes()))
+    let ids = &step.ids[..tokens_per_rank.iter().sum::<usize>() * step.shape.top_k];
+    Ok((times, ids.iter().filter(|&&id| id >= 0).count()))
 }
 
 fn row(

@@ -1,15 +1,20 @@
 //! What only a GPU is checked for: a task that stalls there, and passes replayed from a CUDA graph.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kodkod::cuda::driver::Device as Gpu;
-use kodkod::cuda::{CudaLayer, DeviceStep, DeviceWeights, Hang, new_gradients, read_gradients};
-use kodkod::{Error, Precision, Routing, bf16};
+use kodkod::cuda::{CudaLayer, Hang};
+use kodkod::{Error, Routing, bf16};
 
 use super::cases::{self, Case, Random};
 use super::{Config, DEVICE, Row};
-use crate::options::Device;
-use crate::step::{Gradients, Outputs};
+use crate::on_gpus::{self, OnGpus};
+
+/// The run's GPUs for so many ranks.
+fn gpus(ranks: usize) -> kodkod::cuda::Result<Vec<Arc<Gpu>>> {
+    on_gpus::open(DEVICE.get().map_or(&[], |device| device.gpus(ranks)))
+}
 
 /// A tile of one rank never ends: the call returns within the limit and names a rank, its task and its counter; the
 /// next call on the same layer has the right bits.
@@ -36,29 +41,22 @@ fn stall(
     wait_limit: Duration,
     what: &str,
 ) -> kodkod::cuda::Result<()> {
-    let Some(&Device::Cuda(ordinal)) = DEVICE.get() else { return Ok(()) };
-    let (gpu, step) = (Gpu::new(ordinal)?, case.step.convert::<bf16>());
-    let shape = &step.shape;
+    let step = case.step.convert::<bf16>();
     let split = Routing::even_split(step.tokens(), ranks);
-    let routing = step.routing(&split)?;
-    let knobs = Config::even(step.tokens(), ranks).rows(128, 128, 0).knobs(shape);
-    let mut layer = CudaLayer::new(&gpu, shape, &knobs, &split, Precision::F32)?;
-    let dy = step.dy.as_deref().unwrap_or_default();
-    let on_gpu = DeviceStep::new(shape, &step.x, dy, routing.ids(), routing.weights())?;
-    let weights = DeviceWeights::from_host(&step.weights.as_ref())?;
-    let gradients = new_gradients::<f32>(shape)?;
-    let call = |layer: &CudaLayer| {
-        layer.forward(&on_gpu, &weights)?;
-        layer.finish()?;
-        layer.backward(&on_gpu, &weights, &gradients, false)?;
-        layer.finish()
+    let knobs = Config::even(step.tokens(), ranks).rows(128, 128, 0).knobs(&step.shape);
+    let mut on_gpus = OnGpus::<f32>::new(&gpus(ranks)?, &knobs, &step, &split, CudaLayer::new)?;
+    let call = |on_gpus: &OnGpus<f32>| {
+        on_gpus.forward()?;
+        on_gpus.layer.finish()?;
+        on_gpus.backward()?;
+        on_gpus.layer.finish()
     };
-    call(&layer)?;
-    let right = (on_gpu.y.read()?, on_gpu.dx.read()?, gradients.down.read()?);
-    layer.set_wait_limit(wait_limit);
-    layer.set_hang(Some(Hang { pass, rank: ranks - 1, kind, block: 0, tile: 0 }));
+    call(&on_gpus)?;
+    let right = on_gpus.outputs()?;
+    on_gpus.layer.set_wait_limit(wait_limit);
+    on_gpus.layer.set_hang(Some(Hang { pass, rank: ranks - 1, kind, block: 0, tile: 0 }));
     let start = Instant::now();
-    match call(&layer) {
+    match call(&on_gpus) {
         Ok(()) => row.miss(format!("{what}: it came to an end")),
         Err(kodkod::cuda::Error::Layer(Error::Stalled(stalls))) => {
             let named = stalls.iter().any(|s| s.rank < ranks && !s.task.is_empty() && s.seen < s.expected);
@@ -68,17 +66,10 @@ fn stall(
         }
         Err(error) => return Err(error),
     }
-    layer.set_hang(None);
-    layer.set_wait_limit(Duration::from_secs(10));
-    call(&layer)?;
-    let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-    let same = bits(&on_gpu.y.read()?) == bits(&right.0)
-        && bits(&on_gpu.dx.read()?) == bits(&right.1)
-        && gradients.down.read()?.iter().zip(&right.2).all(|(a, b)| a.to_bits() == b.to_bits());
-    if !same {
-        row.bit_mismatches += 1;
-        row.miss(format!("{what}: other bits in the call after"));
-    }
+    on_gpus.layer.set_hang(None);
+    on_gpus.layer.set_wait_limit(Duration::from_secs(10));
+    call(&on_gpus)?;
+    row.same_bits(&format!("{what}, the call after"), &right, &on_gpus.outputs()?);
     Ok(())
 }
 
@@ -94,40 +85,19 @@ pub(super) fn graphs(mut row: Row) -> Row {
 }
 
 fn graph(row: &mut Row, case: &Case, ranks: usize) -> kodkod::cuda::Result<()> {
-    let Some(&Device::Cuda(ordinal)) = DEVICE.get() else { return Ok(()) };
-    let (gpu, step) = (Gpu::new(ordinal)?, case.step.convert::<bf16>());
+    let step = case.step.convert::<bf16>();
     let shape = &step.shape;
     let split = Routing::even_split(step.tokens(), ranks);
-    let routing = step.routing(&split)?;
     let knobs = Config::even(step.tokens(), ranks).rows(128, 256, 128).knobs(shape);
-    let layer = CudaLayer::new(&gpu, shape, &knobs, &split, Precision::F32)?;
-    let dy = step.dy.as_deref().unwrap_or_default();
-    let on_gpu = DeviceStep::new(shape, &step.x, dy, routing.ids(), routing.weights())?;
-    let (weights, gradients) =
-        (DeviceWeights::from_host(&step.weights.as_ref())?, new_gradients::<f32>(shape)?);
-    let stream = layer.stream();
+    let on_gpus = OnGpus::<f32>::new(&gpus(ranks)?, &knobs, &step, &split, CudaLayer::new)?;
     // All that a run leaves, in buffers that hold NaN before.
     let outcome = |run: &dyn Fn() -> kodkod::cuda::Result<()>| {
-        layer.poison()?;
-        for rows in [&on_gpu.y, &on_gpu.dx] {
-            rows.fill(0xff, stream)?;
-        }
-        on_gpu.d_topk_weights.fill(0xff, stream)?;
-        gradients.as_ref().try_map(|b| b.fill(0xff, stream), |b| b.fill(0xff, stream))?;
+        on_gpus.poison()?;
         run()?;
-        layer.finish()?;
-        Ok::<_, kodkod::cuda::Error>(Outputs {
-            y: on_gpu.y.read()?,
-            gradients: Some(Gradients {
-                dx: on_gpu.dx.read()?,
-                d_topk_weights: on_gpu.d_topk_weights.read()?,
-                weights: read_gradients(&gradients)?,
-            }),
-            forward: Duration::ZERO,
-            backward: Duration::ZERO,
-        })
+        on_gpus.layer.finish()?;
+        on_gpus.outputs()
     };
-    let captured = layer.capture(&on_gpu, &weights, Some(&gradients))?;
+    let captured = on_gpus.capture()?;
     let (tokens, k, experts) = (step.tokens(), shape.top_k, shape.experts as i64);
     let mut random = Random::new(63);
     let mut id = |other: &str| match other {
@@ -141,19 +111,12 @@ fn graph(row: &mut Row, case: &Case, ranks: usize) -> kodkod::cuda::Result<()> {
         if seed > 0 {
             let ids = (0..tokens * k).map(|_| id(other)).collect();
             let step = cases::step(shape.clone(), ids, &mut Random::new(seed as u64)).convert::<bf16>();
-            let routing = step.routing(&split)?;
-            on_gpu.x.write(&step.x)?;
-            on_gpu.dy.write(step.dy.as_deref().unwrap_or_default())?;
-            on_gpu.ids.write(routing.ids())?;
-            on_gpu.topk_weights.write(routing.weights())?;
-            weights.gate.write(&step.weights.gate)?;
-            weights.up.write(&step.weights.up)?;
-            weights.down.write(&step.weights.down)?;
+            on_gpus.write(&step)?;
         }
         let what = format!("{ranks} ranks, replay {seed} ({other})");
         let direct = outcome(&|| {
-            layer.forward(&on_gpu, &weights)?;
-            layer.backward(&on_gpu, &weights, &gradients, false)
+            on_gpus.forward()?;
+            on_gpus.backward()
         })?;
         let replayed = outcome(&|| captured.launch())?;
         row.runs += 2;

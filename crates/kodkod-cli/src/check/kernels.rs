@@ -29,7 +29,11 @@ pub(super) fn compile_all(args: &Args) -> anyhow::Result<()> {
     let mut missing: Vec<_> =
         files.iter().filter(|(name, _)| !jit::cache_dir().join(name).exists()).collect();
     // What takes longest goes first, so that no core is left with it at the end.
-    missing.sort_by_key(|(_, (source, _))| Source::ALL.len() - *source as usize);
+    missing.sort_by_key(|(_, (source, _))| match source {
+        Source::Backward => 0,
+        Source::Forward => 1,
+        _ => 2,
+    });
     let cores = std::thread::available_parallelism().map_or(1, usize::from).min(missing.len());
     let (all, needed) = (files.len(), missing.len());
     eprintln!("kernels: {all} files, {needed} of them to compile on {cores} cores");
@@ -108,7 +112,8 @@ fn files(args: &Args) -> Files {
             else {
                 continue;
             };
-            for source in Source::ALL {
+            let meets = args.device.gpus(config.tokens_per_rank.len()).len() > 1;
+            for source in Source::ALL.into_iter().chain(meets.then_some(Source::Meet)) {
                 files.entry(jit::file_name(source, &defines)).or_insert_with(|| (source, defines.clone()));
             }
         }

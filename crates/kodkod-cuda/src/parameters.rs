@@ -1,0 +1,300 @@
+//! What the kernels take: the structs of `params.cuh` and `program.cuh`, filled in.
+
+use half::bf16;
+use kodkod_core::program::REDUCE_TOKENS;
+use kodkod_core::{Biases, GradientElement, Shape};
+
+use crate::driver::{Buffer, Parameter, TensorMap};
+use crate::error::Result;
+use crate::layer::CudaLayer;
+use crate::memory::{PROGRAM_BYTES, Rank, STAMPS, Sizes, TICKETS};
+use crate::tensors::{DeviceGradients, DeviceStep, DeviceWeights};
+
+/// Addresses of a rank's rows, routes and results.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StepAt {
+    x: u64,
+    dy: u64,
+    ids: u64,
+    topk_weights: u64,
+    y: u64,
+    dx: u64,
+    d_topk_weights: u64,
+}
+
+impl StepAt {
+    /// Of a rank whose tokens begin at `first`.
+    pub(crate) fn new(step: &DeviceStep, first: usize, shape: &Shape) -> Self {
+        let (rows, routes) = ((first * shape.hidden * 2) as u64, (first * shape.top_k * 4) as u64);
+        StepAt {
+            x: step.x.address() + rows,
+            dy: step.dy.address() + rows,
+            ids: step.ids.address() + routes,
+            topk_weights: step.topk_weights.address() + routes,
+            y: step.y.address() + rows,
+            dx: step.dx.address() + rows,
+            d_topk_weights: step.d_topk_weights.address() + routes,
+        }
+    }
+}
+
+/// Addresses of a rank's experts' matrices and of the shared experts', or of their gradients; 0 where there is none.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct MatricesAt {
+    gate: [u64; 2],
+    up: [u64; 2],
+    down: [u64; 2],
+    biases: [u64; 3],
+    output_gate: u64,
+}
+
+impl MatricesAt {
+    /// Of a rank whose experts begin at `first`.
+    pub(crate) fn of_weights(w: &DeviceWeights, first: usize, shape: &Shape) -> Self {
+        let (h, i) = (shape.hidden as u64, shape.intermediate as u64);
+        let part = |b: &Buffer<bf16>| b.address() + first as u64 * h * i * 2;
+        let whole = |b: Option<&Buffer<bf16>>| b.map_or(0, Buffer::address);
+        let shared = w.shared.as_ref();
+        MatricesAt {
+            gate: [part(&w.gate), whole(shared.map(|s| &s.gate))],
+            up: [part(&w.up), whole(shared.map(|s| &s.up))],
+            down: [part(&w.down), whole(shared.map(|s| &s.down))],
+            biases: biases_at(w.biases.as_ref(), first, shape),
+            output_gate: shared.and_then(|s| s.output_gate.as_ref()).map_or(0, Buffer::address),
+        }
+    }
+
+    /// Of a rank whose experts begin at `first` in `own`; the shared experts' are `all`'s.
+    pub(crate) fn of_gradients<T: GradientElement>(
+        own: &DeviceGradients<T>,
+        all: &DeviceGradients<T>,
+        first: usize,
+        shape: &Shape,
+    ) -> Self {
+        let bytes = (first * shape.hidden * shape.intermediate * size_of::<T>()) as u64;
+        let whole = |b: Option<&Buffer<T>>| b.map_or(0, Buffer::address);
+        let shared = all.shared.as_ref();
+        MatricesAt {
+            gate: [own.gate.address() + bytes, whole(shared.map(|s| &s.gate))],
+            up: [own.up.address() + bytes, whole(shared.map(|s| &s.up))],
+            down: [own.down.address() + bytes, whole(shared.map(|s| &s.down))],
+            biases: biases_at(own.biases.as_ref(), first, shape),
+            output_gate: shared.and_then(|s| s.output_gate.as_ref()).map_or(0, Buffer::address),
+        }
+    }
+}
+
+fn biases_at(b: Option<&Biases<Buffer<f32>>>, first: usize, shape: &Shape) -> [u64; 3] {
+    let at = |b: &Buffer<f32>, n: usize| b.address() + (first * n * 4) as u64;
+    let (h, i) = (shape.hidden, shape.intermediate);
+    b.map_or([0; 3], |b| [at(&b.gate, i), at(&b.up, i), at(&b.down, h)])
+}
+
+/// Addresses of one call of a pass.
+#[derive(Debug)]
+pub(crate) struct Call {
+    /// Of each rank.
+    pub(crate) steps: Vec<StepAt>,
+    /// Of each rank.
+    pub(crate) weights: Vec<MatricesAt>,
+    /// Of each rank; zeros in a forward.
+    pub(crate) gradients: Vec<MatricesAt>,
+    pub(crate) accumulate: bool,
+}
+
+/// Maps a buffer of rows of `columns`.
+fn rows_map(p: &mut Parameter, rows: &Buffer<bf16>, columns: u64, box_rows: u32) -> Result<()> {
+    p.map(&TensorMap::new(rows.address(), rows.len() as u64 / columns, columns, box_rows)?);
+    Ok(())
+}
+
+/// Maps a rank's routed experts' matrices and the shared experts': `[rows, columns]` of both.
+fn weight_maps(p: &mut Parameter, at: [u64; 2], sizes: [[u64; 2]; 2], box_rows: u32) -> Result<()> {
+    for (address, [rows, columns]) in at.into_iter().zip(sizes) {
+        p.map(&match address {
+            0 => TensorMap::NONE,
+            _ => TensorMap::new(address, rows, columns, box_rows)?,
+        });
+    }
+    Ok(())
+}
+
+impl CudaLayer {
+    /// `PassParams` of a rank.
+    pub(crate) fn pass_parameter(&self, pass: usize, rank: usize, call: &Call) -> Result<Parameter> {
+        let (h, i) = (self.shape.hidden as u64, self.shape.intermediate as u64);
+        let local = (self.shape.experts / self.ranks.len()) as u64;
+        let memory = &self.ranks[rank];
+        let (weights, gradients, step) = (&call.weights[rank], &call.gradients[rank], &call.steps[rank]);
+        let shared = self.shape.shared.map_or(0, |s| s.intermediate as u64);
+        // Of this rank's experts and of the shared: gate or up, and down.
+        let (inner, outer) = ([[local * i, h], [shared, h]], [[local * h, i], [h, shared]]);
+        let width = i.max(shared);
+        let mut p = Parameter::new();
+        rows_map(&mut p, &memory.x, h, 128)?;
+        rows_map(&mut p, &memory.h, width, 128)?;
+        weight_maps(&mut p, weights.gate, inner, 128)?;
+        weight_maps(&mut p, weights.up, inner, 128)?;
+        weight_maps(&mut p, weights.down, outer, 256)?;
+        rows_map(&mut p, &memory.dy, h, 128)?;
+        rows_map(&mut p, &memory.dg, width, 128)?;
+        rows_map(&mut p, &memory.du, width, 128)?;
+        weight_maps(&mut p, weights.gate, inner, 64)?;
+        weight_maps(&mut p, weights.up, inner, 64)?;
+        weight_maps(&mut p, weights.down, outer, 64)?;
+        rows_map(&mut p, &memory.x, h, 64)?;
+        rows_map(&mut p, &memory.dy, h, 64)?;
+        rows_map(&mut p, &memory.dg, width, 64)?;
+        rows_map(&mut p, &memory.du, width, 64)?;
+        rows_map(&mut p, &memory.h, width, 64)?;
+        rows_map(&mut p, &memory.g, width, 128)?;
+        rows_map(&mut p, &memory.u, width, 128)?;
+
+        p.u64(memory.programs.address() + (pass * PROGRAM_BYTES) as u64).u64(memory.sources.address());
+        p.u64(memory.counters.address());
+        self.of_all(&mut p, |m| m.counters.address());
+        p.u64(memory.counters.address() + ((memory.counters.len() - TICKETS) * 4) as u64);
+        p.u64(memory.stall.address());
+        call.steps.iter().for_each(|s| {
+            p.u64(s.x);
+        });
+        call.steps.iter().for_each(|s| {
+            p.u64(s.dy);
+        });
+        (0..self.ranks.len()).for_each(|r| {
+            p.u64(match &memory.meeting {
+                Some(m) => m.factors.address() + self.first_route(r) * 4,
+                None => call.steps[r].topk_weights,
+            });
+        });
+        p.u64(step.ids);
+        for buffer in [&memory.x, &memory.g, &memory.u, &memory.h, &memory.dy, &memory.dg, &memory.du] {
+            p.u64(buffer.address());
+        }
+        p.u64(memory.d_w_parts.address());
+        self.of_all(&mut p, |m| m.combine.address());
+        self.of_all(&mut p, |m| m.d_w.address());
+        p.u64(if pass == 0 { step.y } else { step.dx });
+        p.u64(step.d_topk_weights);
+        self.of_all(&mut p, |m| m.output_gates.address());
+        let mut vectors = |m: &MatricesAt| {
+            m.biases.iter().for_each(|&b| {
+                p.u64(b);
+            });
+            p.u64(m.output_gate);
+        };
+        vectors(weights);
+        vectors(gradients);
+        for [routed, shared] in [gradients.gate, gradients.up, gradients.down] {
+            p.u64(routed).u64(shared);
+        }
+        let whole = |b: Option<&Buffer<f32>>| b.map_or(0, Buffer::address);
+        p.u64(whole(memory.carry.as_ref())).u64(whole(self.shared_carry.as_ref()));
+        let comm = [self.knobs.fwd_comm_sms, self.knobs.bwd_comm_sms][pass];
+        p.u32(self.tokens[rank] as u32).u32(comm as u32).u32(u32::from(call.accumulate));
+        p.u64(self.limit.as_nanos() as u64);
+        self.of_all(&mut p, |m| m.abort.address());
+        let hang = self.hang.filter(|h| h.pass == pass && h.rank == rank);
+        let [kind, a, b] = hang.map_or([u32::MAX, 0, 0], |h| [h.kind, h.block, h.tile]);
+        p.u32(kind).u32(a).u32(b);
+        let trace = memory.trace.as_ref();
+        p.u64(trace.map_or(0, |t| t.stamps.address())).u64(trace.map_or(0, |t| t.stamped.address()));
+        p.u32(STAMPS as u32);
+        Ok(p)
+    }
+
+    /// `ScheduleParams` of a rank.
+    pub(crate) fn schedule_parameter(&self, rank: usize, steps: &[StepAt]) -> Parameter {
+        let memory = &self.ranks[rank];
+        let mut p = Parameter::new();
+        for (r, step) in steps.iter().enumerate() {
+            p.u64(match &memory.meeting {
+                Some(m) => m.ids.address() + self.first_route(r) * 4,
+                None => step.ids,
+            });
+        }
+        self.counts(&mut p);
+        p.u32(rank as u32).u64(memory.counts.address()).u64(memory.rows.address());
+        p.u64(memory.first_block.address()).u64(memory.first_run.address()).u64(memory.sources.address());
+        p.u64(memory.programs.address());
+        p
+    }
+
+    /// `MeetParams` of a rank whose ranks meet.
+    pub(crate) fn meet_parameter(&self, rank: usize, leaving: bool) -> Parameter {
+        let memory = &self.ranks[rank];
+        let meeting =
+            |m: &Rank, which: fn(&crate::memory::Meeting) -> u64| m.meeting.as_ref().map_or(0, which);
+        let mut p = Parameter::new();
+        p.u32(rank as u32).u32(u32::from(leaving));
+        self.of_all(&mut p, |m| meeting(m, |m| m.met.address()));
+        p.u64(meeting(memory, |m| m.epoch.address()));
+        self.of_all(&mut p, |m| m.abort.address());
+        p.u64(memory.stall.address()).u64(self.limit.as_nanos() as u64);
+        p
+    }
+
+    /// `GatherParams` of a rank whose ranks meet.
+    pub(crate) fn gather_parameter(&self, rank: usize, steps: &[StepAt]) -> Parameter {
+        let mut p = Parameter::new();
+        steps.iter().for_each(|s| {
+            p.u64(s.ids);
+        });
+        steps.iter().for_each(|s| {
+            p.u64(s.topk_weights);
+        });
+        self.counts(&mut p);
+        let meeting = self.ranks[rank].meeting.as_ref();
+        p.u64(meeting.map_or(0, |m| m.ids.address())).u64(meeting.map_or(0, |m| m.factors.address()));
+        p
+    }
+
+    fn of_all(&self, p: &mut Parameter, address: impl Fn(&Rank) -> u64) {
+        self.ranks.iter().for_each(|rank| {
+            p.u64(address(rank));
+        });
+    }
+
+    /// Tokens of each rank.
+    fn counts(&self, p: &mut Parameter) {
+        self.tokens.iter().for_each(|&t| {
+            p.u32(t as u32);
+        });
+    }
+
+    /// Routes of the ranks before this one.
+    fn first_route(&self, rank: usize) -> u64 {
+        (self.tokens[..rank].iter().sum::<usize>() * self.shape.top_k) as u64
+    }
+
+    /// A `program::Program` as far as the host knows it; the schedule fills in the rest.
+    pub(crate) fn program(&self, pass: u32, rank: usize, sizes: &Sizes) -> Vec<u8> {
+        let memory = &self.ranks[rank];
+        let shape = &self.shape;
+        let widths = [shape.intermediate, shape.shared.map_or(0, |s| s.intermediate)];
+        let cut = |n: usize, by: usize| n.div_ceil(by) as u32;
+        let mut p = Parameter::new();
+        p.u32(pass).u32(rank as u32).u32(self.ranks.len() as u32);
+        p.u64(memory.rows.address()).u64(memory.first_block.address()).u64(memory.first_run.address());
+        p.u32((memory.rows.len()) as u32).u32((shape.experts / self.ranks.len()) as u32);
+        p.u32(sizes.per_minibatch).u32(0).u32(0).u32(0).u32(0);
+        widths.iter().for_each(|&w| {
+            p.u32(cut(w, 128));
+        });
+        widths.iter().for_each(|&w| {
+            p.u32(cut(w, 256));
+        });
+        p.u32(cut(shape.hidden, 256));
+        widths.iter().for_each(|&w| {
+            p.u32(cut(w, 128)).u32(cut(shape.hidden, 256));
+        });
+        widths.iter().for_each(|&w| {
+            p.u32(cut(shape.hidden, 128)).u32(cut(w, 256));
+        });
+        p.u32(u32::from(shape.shared.is_some_and(|s| s.output_gate)));
+        p.u32(self.tokens[rank].div_ceil(REDUCE_TOKENS) as u32).u32(0).u32(0).u32(0).u32(0);
+        let bytes = p.bytes().to_vec();
+        assert_eq!(bytes.len(), PROGRAM_BYTES, "the layout of program::Program");
+        bytes
+    }
+}
