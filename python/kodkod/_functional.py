@@ -195,6 +195,8 @@ def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, group, knob
             weight = weight.to(wanted)
         weights.append(weight.resolve_neg().contiguous())
 
+    if knobs is not None and not isinstance(knobs, Knobs):
+        raise TypeError(f"knobs is a {type(knobs).__name__}: a kodkod.Knobs is needed")
     knob_values = [-1] * 5 if knobs is None else [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
     meta = (parts, main_grad_of, act[0], *_activation(*act), number, knob_values)
     rows = x if x.dtype == dtype else x.to(dtype)
@@ -350,9 +352,11 @@ def _views(name: str, tensor: Tensor, view: Callable[[Tensor], Sequence[Tensor]]
 
 def _fused(name: str, tensors: Sequence[Tensor | None], *counts: int) -> list[Tensor | None]:
     """Gate and up apart, where they are one tensor."""
+    argument = "biases" if name == "b_gate" else "shared"
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"{argument} is a {type(tensors).__name__}: a kodkod.{argument.capitalize()} is needed")
     tensors = list(tensors)
     if len(tensors) not in counts:
-        argument = "biases" if name == "b_gate" else "shared"
         raise ValueError(f"{argument} has {len(tensors)} tensors: gate, up, down are needed")
     if tensors[1] is None:
         _check_tensor(name, tensors[0])
@@ -376,6 +380,9 @@ def _check_main_grad(name: str, weight: Tensor, main_grad: object) -> None:
 def _activation(name: str, limit: float | None, alpha: float | None) -> tuple[float | None, float]:
     if name not in ("swiglu", "swiglu_oai"):
         raise ValueError(f"activation is {name!r}: 'swiglu' and 'swiglu_oai' are allowed")
+    for argument, value in (("limit", limit), ("alpha", alpha)):
+        if value is not None and not isinstance(value, (int, float)):
+            raise TypeError(f"{argument} is {value!r}: a number or None is needed")
     if name == "swiglu" and alpha is not None and alpha != 1.0:
         raise ValueError(f"alpha is {alpha}: activation 'swiglu' has none, 'swiglu_oai' does")
     return None if limit is None else float(limit), OAI_ALPHA if alpha is None else float(alpha)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _gpu, _kodkod
@@ -65,6 +66,11 @@ def _plain(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         return tensor.contiguous()
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
+
+
+def _ids(ids: Tensor) -> Tensor:
+    """A GPU takes int32."""
+    return _plain(ids.to(torch.int32) if ids.is_cuda else ids)
 
 
 def _scatter(places: list[Tensor | None], parts: Sequence[int]) -> list[Tensor]:
@@ -118,7 +124,7 @@ def _call(x: Tensor, ids: Tensor, topk_weights: Tensor, places: list[Tensor | No
 def _forward(
     x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], meta: Meta, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    x, ids, topk_weights = _plain(x), _plain(ids), _plain(topk_weights)
+    x, ids, topk_weights = _plain(x), _ids(ids), _plain(topk_weights)
     places = _gather(weights, meta[0])
     config, inputs = _call(x, ids, topk_weights, places, meta)
     y = torch.empty_like(x)
@@ -142,7 +148,7 @@ def _backward(
     meta: Meta,
 ) -> list[Tensor]:
     """``[dx, d_topk_weights, gradient of each weight]``; with ``sums``, one a weight in float32, those are added to."""
-    x, ids, topk_weights, dy = _plain(x), _plain(ids), _plain(topk_weights), _plain(dy)
+    x, ids, topk_weights, dy = _plain(x), _ids(ids), _plain(topk_weights), _plain(dy)
     parts = meta[0]
     places = _gather(weights, parts)
     config, inputs = _call(x, ids, topk_weights, places, meta)
@@ -176,6 +182,47 @@ def _backward(
         if result is not total:
             total.copy_(result)
     return [dx, d_topk_weights] if sums else [dx, d_topk_weights, *results]
+
+
+def _check_operator(x, ids, topk_weights, weights, parts, dy=None, sums=None) -> None:
+    """What Python's layer has checked, for who calls an operator directly: the compiled module believes addresses."""
+    if len(parts) != PLACES or min(parts) < 0 or sum(parts) != len(weights) or not (parts[0] and parts[2]):
+        raise ValueError(f"parts is {list(parts)}: {PLACES} counts are needed, in all those of {len(weights)} weights")
+    in_f32 = [place in (3, 4, 5, 9) for place, count in enumerate(parts) for _ in range(count)]
+    tensors = [("topk_weights", topk_weights, torch.float32), ("topk_ids", ids, ids.dtype)]
+    tensors += [(f"weights[{i}]", w, torch.float32 if in_f32[i] else x.dtype) for i, w in enumerate(weights)]
+    tensors += [] if dy is None else [("dy", dy, x.dtype)]
+    if sums is not None:
+        if [t.shape for t in sums] != [w.shape for w in weights]:
+            raise ValueError(
+                f"sums has {len(sums)} tensors: one of the shape of each of {len(weights)} weights is needed"
+            )
+        tensors += [(f"sums[{i}]", t, torch.float32) for i, t in enumerate(sums)]
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"x is {x.dtype}: torch.bfloat16 or torch.float32 is needed")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids is {ids.dtype}: torch.int32 or torch.int64 is needed")
+    for name, tensor, dtype in tensors:
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {tensor.dtype}: {dtype} is needed")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: {x.device} is needed, where x is")
+    if topk_weights.shape != ids.shape or ids.dim() == 0 or ids.shape[:-1] != x.shape[:-1]:
+        shapes = f"{list(x.shape)}, {list(ids.shape)} and {list(topk_weights.shape)}"
+        raise ValueError(
+            f"x, topk_ids and topk_weights have shapes {shapes}: [..., H], [..., K] and [..., K] are needed"
+        )
+    if dy is not None and dy.shape != x.shape:
+        raise ValueError(f"dy has shape {list(dy.shape)}: that of x, {list(x.shape)}, is needed")
+    if any(w.dim() not in (2, 3) for w, small in zip(weights, in_f32, strict=True) if not small):
+        raise ValueError("weights: [E, I, H] and [E, H, I], or matrices of them, are needed")
+
+
+def _check_derivatives(x: Tensor, topk_weights: Tensor, weights: Sequence[Tensor]) -> None:
+    """A forward-mode tangent would be lost without a word."""
+    for tensor in (x, topk_weights, *weights):
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError("kodkod.moe has no forward-mode derivative: a backward gives its gradients")
 
 
 def _through_operators(x: Tensor) -> bool:
@@ -254,10 +301,16 @@ def run(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], mai
         x.requires_grad or topk_weights.requires_grad or any(w.requires_grad for w in weights)
     )
     if _through_operators(x):
+        if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+            _check_derivatives(x, topk_weights, weights)
         parts, main_grad_of, *config = meta
         return torch.ops.kodkod.moe.default(
             x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, keep
         )[0]
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("kodkod.moe in a transform of torch.func: autograd gives its gradients")
+    if forward_ad._current_level >= 0:
+        _check_derivatives(x, topk_weights, weights)
     if keep:
         return _Moe.apply(True, meta, main_grads, x, ids, topk_weights, *weights)
     return _forward(x, ids, topk_weights, weights, meta, False)[0]
@@ -265,6 +318,7 @@ def run(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], mai
 
 def _moe_kernel(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
     *config, keep = config_and_keep
+    _check_operator(x, ids, topk_weights, weights, parts)
     return _forward(x, ids, topk_weights, weights, (parts, main_grad_of, *config), keep)
 
 
@@ -284,10 +338,12 @@ def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of
 
 
 def _backward_kernel(dy, context, x, ids, topk_weights, weights, parts, *config):
+    _check_operator(x, ids, topk_weights, weights, parts, dy)
     return _backward(dy, context, x, ids, topk_weights, weights, [], (parts, [], *config))
 
 
 def _backward_into_kernel(dy, context, x, ids, topk_weights, weights, parts, sums, *config):
+    _check_operator(x, ids, topk_weights, weights, parts, dy, sums)
     return tuple(_backward(dy, context, x, ids, topk_weights, weights, sums, (parts, [], *config)))
 
 

@@ -93,6 +93,7 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _counts(hidden=hidden, experts=experts, top_k=top_k, groups=groups, top_groups=top_groups)
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring is {scoring!r}: 'softmax' and 'sigmoid' are allowed")
         if groups < 1 or experts % groups:
@@ -157,6 +158,14 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def _counts(least: int = 1, **values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}: an int is needed")
+        if value < least:
+            raise ValueError(f"{name} is {value}: {least} or more is needed")
+
+
 def _uniform(weight: Tensor) -> None:
     bound = weight.shape[-1] ** -0.5
     nn.init.uniform_(weight, -bound, bound)
@@ -216,6 +225,8 @@ class MoE(nn.Module):
         **router: Any,
     ) -> None:
         super().__init__()
+        _counts(hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
+        _counts(0, shared=shared)
         if output_gate and not shared:
             raise ValueError("output_gate is True: it needs shared experts, and shared is 0")
         self.router = Router(hidden, experts, top_k, device=device, dtype=dtype, **router)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from reference import make, random_ids
+from torch.autograd import forward_ad
 
 import kodkod
 
@@ -62,6 +63,10 @@ REFUSED = [
     ({"w_up": zeros(4, 8, 16, dtype=torch.int8)}, TypeError, "w_up is torch.int8: a floating dtype"),
     ({"biases": biases(up=None, gate=None)}, TypeError, "b_gate is a NoneType"),
     ({"w_gate": with_main_grad(zeros(4, 8, 16).bfloat16())}, TypeError, "w_gate.main_grad is torch.bfloat16"),
+    ({"biases": 5}, TypeError, "biases is a int: a kodkod.Biases"),
+    ({"shared": 5}, TypeError, "shared is a int: a kodkod.Shared"),
+    ({"limit": "a"}, TypeError, "limit is 'a': a number"),
+    ({"knobs": (1, 2, 3)}, TypeError, "knobs is a tuple: a kodkod.Knobs"),
     ({"group": 2}, TypeError, "group is a int: a kodkod.ExpertGroup"),
     ({"knobs": kodkod.Knobs(ring_rows=1.5)}, TypeError, "knobs.ring_rows is 1.5"),
     # shapes
@@ -173,3 +178,81 @@ def test_a_refused_call_leaves_nothing_behind():
     with pytest.raises(ValueError, match="topk_ids"):
         call(topk_ids=ids(9))
     assert torch.equal(call(), want)
+
+
+DIRECT = [
+    ({"x": zeros(6, 16).double()}, TypeError, "x is torch.float64"),
+    ({"topk_ids": ids(0).short()}, TypeError, "topk_ids is torch.int16"),
+    ({"topk_weights": zeros(6, 2).double()}, TypeError, "topk_weights is torch.float64: torch.float32"),
+    ({"topk_weights": zeros(6, 1)}, ValueError, r"shapes \[6, 16\], \[6, 2\] and \[6, 1\]"),
+    (
+        {"weights": [zeros(4, 8, 16), zeros(4, 8, 16).bfloat16(), zeros(4, 16, 8)]},
+        TypeError,
+        r"weights\[1\] is torch.bf",
+    ),
+    ({"weights": [zeros(4, 8, 16), zeros(4, 8, 16)]}, ValueError, "parts is .* of 2 weights"),
+    ({"weights": [zeros(4, 8), zeros(4, 8, 16), zeros(16)]}, ValueError, "weights: "),
+    ({"parts": [1, 1, 1]}, ValueError, r"parts is \[1, 1, 1\]: 10 counts"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), DIRECT)
+def test_operators_that_are_called_directly(changes, kind, message):
+    """No dtype or length is believed: it would be memory of something else."""
+    weights = [zeros(4, 8, 16), zeros(4, 8, 16), zeros(4, 16, 8)]
+    call = {"x": zeros(6, 16), "topk_ids": ids(0), "topk_weights": zeros(6, 2), "weights": weights}
+    call = {**call, "parts": [1, 1, 1, *[0] * 7], **changes}
+    config = ("swiglu", None, 1.0, 0, [-1] * 5)
+    with pytest.raises(kind, match=message):
+        torch.ops.kodkod.moe(*call.values(), [], [], *config, False)
+    context = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(kind, match=message):
+        torch.ops.kodkod.moe_backward(torch.zeros_like(call["x"]), context, *call.values(), *config)
+
+
+def test_gradients_of_operators_that_are_called_directly():
+    weights = [zeros(4, 8, 16), zeros(4, 8, 16), zeros(4, 16, 8)]
+    rows = (zeros(6, 16), torch.zeros(1, dtype=torch.int64), zeros(6, 16), ids(0), zeros(6, 2), weights)
+    call = (*rows, [1, 1, 1, *[0] * 7])
+    config = ("swiglu", None, 1.0, 0, [-1] * 5)
+    with pytest.raises(TypeError, match=r"dy is torch\.float64"):
+        torch.ops.kodkod.moe_backward(call[0].double(), *call[1:], *config)
+    for sums, kind, message in (
+        (weights[:2], ValueError, "sums has 2 tensors"),
+        ([*weights[:2], weights[2].double()], TypeError, r"sums\[2\] is torch.float64"),
+    ):
+        with pytest.raises(kind, match=message):
+            torch.ops.kodkod.moe_backward_into(*call, sums, *config)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", ["x", "topk_weights", "w_gate"])
+def test_forward_mode_is_refused(name, requires_grad):
+    """A tangent would be lost without a word."""
+    shape = {"x": (6, 16), "topk_weights": (6, 2), "w_gate": (4, 8, 16)}[name]
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"kodkod\.moe has no forward-mode"):
+        call(**{name: forward_ad.make_dual(zeros(*shape).requires_grad_(requires_grad), zeros(*shape))})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own
+def test_transforms_are_refused():
+    for transform in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), torch.func.vmap):
+        with pytest.raises(NotImplementedError, match=r"kodkod\.moe in a transform of torch\.func"):
+            transform(lambda x: call(x=x).sum())(zeros(6, 16) if transform is not torch.func.vmap else zeros(1, 6, 16))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+        ((64, 32, 4.0, 2), TypeError, "experts is 4.0: an int"),
+        ((64, 32.0, 4, 2), TypeError, "intermediate is 32.0: an int"),
+        ((0, 32, 4, 2), ValueError, "hidden is 0: 1 or more"),
+        ((64, 32, 4, 5), ValueError, "top_k is 5: 1 to 4"),
+    ],
+)
+def test_sizes_of_modules(sizes, kind, message):
+    with pytest.raises(kind, match=message):
+        kodkod.nn.MoE(*sizes)
+    with pytest.raises(ValueError, match="shared is -8: 0 or more"):
+        kodkod.nn.MoE(64, 32, 4, 2, shared=-8)
