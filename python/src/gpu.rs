@@ -295,7 +295,8 @@ impl Call {
     fn make(&self) -> Result<Arc<Slot>, Refused> {
         let (free, _) = caller::free_and_total()?;
         let Size { shape, knobs, tokens } = &self.size;
-        let layer = CudaLayer::new(std::slice::from_ref(&self.gpu.device), shape, knobs, &[*tokens], self.gradients)?;
+        let layer =
+            CudaLayer::new(std::slice::from_ref(&self.gpu.device), shape, knobs, &[*tokens], self.gradients)?;
         let bytes = free.saturating_sub(caller::free_and_total()?.0);
         let work = Work { layer, begin: Event::new()?, end: Event::new()?, call: NONE, unchecked: false };
         let size = Size { shape: shape.clone(), knobs: *knobs, tokens: *tokens };

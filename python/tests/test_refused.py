@@ -237,9 +237,18 @@ def test_forward_mode_is_refused(name, requires_grad):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own
 def test_transforms_are_refused():
-    for transform in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), torch.func.vmap):
+    step = make(ids(0), experts=4, hidden=16, intermediate=8)
+
+    def layer(x):
+        return kodkod.moe(x, step.ids, step.topk_weights, *step.weights).sum()
+
+    for transform in (
+        lambda x: torch.func.grad(layer)(x),
+        lambda x: torch.func.jvp(layer, (x,), (x,)),
+        lambda x: torch.func.vmap(layer)(x[None]),
+    ):
         with pytest.raises(NotImplementedError, match=r"kodkod\.moe in a transform of torch\.func"):
-            transform(lambda x: call(x=x).sum())(zeros(6, 16) if transform is not torch.func.vmap else zeros(1, 6, 16))
+            transform(step.x)
 
 
 @pytest.mark.parametrize(
