@@ -32,9 +32,9 @@ Losses are in bits per byte; 8 is a uniform guess, and a model of single bytes' 
   loss.svg        the loss curve
   metrics.json    options, the loss of every step, losses on held-out text, tokens per second
 
-With torchrun the processes share each batch and average their gradients (data parallel, over gloo on the CPU). Every
-process holds all experts, or with --expert-parallel its part of them: then rows go to the process that holds their
-experts, and only the gradients of all else are averaged.
+With torchrun the processes share each batch and average their gradients (data parallel: over gloo on the CPU, over
+NCCL with a GPU each). Every process holds all experts, or on the CPU with --expert-parallel its part of them: then
+rows go to the process that holds their experts, and only the gradients of all else are averaged.
 
 examples:
   python examples/train_moe.py                             # two minutes on two cores
@@ -47,7 +47,7 @@ examples:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a small mixture-of-experts language model on the bytes of a text, on the CPU.",
+        description="Train a small mixture-of-experts language model on the bytes of a text.",
         epilog=MORE_HELP,
         formatter_class=type(
             "Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {}
@@ -56,6 +56,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--experts", choices=("kodkod", "torch"), default="kodkod", help="what computes the experts")
     add("--precision", choices=tuple(DTYPES), default="bf16", help="of the experts; all else is float32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is a GPU where there is one")
     add("--expert-parallel", action="store_true", help="each process holds its part of the experts; with torchrun")
     add("--steps", type=int, default=300, metavar="N", help="steps of training; the learning rate falls to the last")
     add("--seed", type=int, default=1, metavar="N", help="of the first weights and the batches")
@@ -86,6 +87,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}: a multiple of {unit} is needed")
     if args.expert_parallel and args.experts != "kodkod":
         parser.error(f"--expert-parallel with --experts {args.experts}: kodkod is needed")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() and not args.expert_parallel else "cpu"
+    if args.device == "cuda" and args.expert_parallel:
+        parser.error("--expert-parallel with --device cuda: cpu is needed, in this version")
+    if args.device == "cuda" and args.experts == "kodkod" and args.precision != "bf16":
+        parser.error(f"--precision {args.precision} with --device cuda: kodkod computes in bf16 on a GPU")
     if args.top_k > args.experts_count:
         parser.error(f"--top-k is {args.top_k}: at most --experts-count, {args.experts_count}, is needed")
     return args
@@ -119,8 +126,8 @@ class Experts(nn.Module):
         self.gate = nn.Parameter((torch.randn(experts, inside, hidden) * hidden**-0.5)[own].clone())
         self.up = nn.Parameter((torch.randn(experts, inside, hidden) * hidden**-0.5)[own].clone())
         self.down = nn.Parameter((torch.randn(experts, hidden, inside) * inside**-0.5)[own].clone())
-        self.group = group
-        if group is not None:
+        self.group, self.moe = group, None
+        if args.experts == "kodkod":
             import kodkod
 
             self.moe = kodkod.moe
@@ -130,7 +137,7 @@ class Experts(nn.Module):
         shares = self.router(x).softmax(-1)
         weights, ids = shares.topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
-        if self.group is not None:
+        if self.moe is not None:
             y = self.moe(x, ids, weights, self.gate, self.up, self.down, group=self.group, precision=self.dtype)
         else:
             y = torch_experts(x, ids, weights, self.gate, self.up, self.down, self.dtype)
@@ -223,12 +230,12 @@ def mean_of_processes(value: Tensor) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, text: Text, windows: int, batch: int) -> float:
+def held_out_loss(model: nn.Module, text: Text, windows: int, batch: int, device: torch.device) -> float:
     """Bits per byte over sequences spread evenly over the held-out text; every process scores all."""
     starts = torch.linspace(0, len(text.held_out) - text.context - 1, windows).long()
     losses = []
     for part in starts.split(batch):
-        inputs, targets = text.windows(text.held_out, part)
+        inputs, targets = (t.to(device) for t in text.windows(text.held_out, part))
         losses.append(loss_of(model(inputs)[0], targets) * len(part))
     return (torch.stack(losses).sum() / windows).item()
 
@@ -302,8 +309,8 @@ def draw(path: Path, title: str, losses: list[float], held_out: list[tuple[int, 
 
 
 def expert_group(args: argparse.Namespace):
-    """What kodkod computes the experts on; None for plain PyTorch."""
-    if args.experts != "kodkod":
+    """The ranks that kodkod computes the experts on; None for plain PyTorch, and on a GPU."""
+    if args.experts != "kodkod" or args.device == "cuda":
         return None
     import kodkod
 
@@ -346,7 +353,8 @@ def train(args: argparse.Namespace) -> dict:
     if args.batch % processes:
         raise SystemExit(f"--batch is {args.batch}: a multiple of the {processes} processes is needed")
     torch.manual_seed(args.seed)
-    text, plain = Text(args.text, args.context), Model(args, expert_group(args))
+    device = torch.device(args.device)
+    text, plain = Text(args.text, args.context), Model(args, expert_group(args)).to(device)
     own: list[nn.Parameter] = []
     if args.expert_parallel:
         own = [p for m in plain.modules() if isinstance(m, Experts) for p in (m.gate, m.up, m.down)]
@@ -354,14 +362,17 @@ def train(args: argparse.Namespace) -> dict:
     model = data_parallel(plain, own) if processes > 1 else plain
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
     if rank == 0:
-        print(f"{parameters:,} parameters, experts by {args.experts} in {args.precision}, {processes} process(es)")
+        print(
+            f"{parameters:,} parameters, experts by {args.experts} in {args.precision} on {args.device}, "
+            f"{processes} process(es)"
+        )
 
     losses: list[float] = []
-    held_out = [(0, held_out_loss(plain, text, args.eval_windows, args.batch))]
+    held_out = [(0, held_out_loss(plain, text, args.eval_windows, args.batch, device))]
     seconds, progress = 0.0, Progress(args.steps, quiet=rank > 0)
     for step in range(args.steps):
         began = time.perf_counter()
-        inputs, targets = (t[rank::processes] for t in text.batch(args.seed, step, args.batch))
+        inputs, targets = (t[rank::processes].to(device) for t in text.batch(args.seed, step, args.batch))
         logits, balance = model(inputs)
         loss = loss_of(logits, targets)
         optimizer.zero_grad()
@@ -376,7 +387,7 @@ def train(args: argparse.Namespace) -> dict:
         seconds += time.perf_counter() - began
         done = step + 1
         if done % args.eval_every == 0 or done == args.steps:
-            held_out.append((done, held_out_loss(plain, text, args.eval_windows, args.batch)))
+            held_out.append((done, held_out_loss(plain, text, args.eval_windows, args.batch, device)))
         progress.step(done, losses[-1], done * args.batch * args.context / seconds, held_out[-1][1])
     progress.close()
 
@@ -402,7 +413,9 @@ def main(argv: list[str] | None = None) -> dict:
     args = arguments(argv)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
-        dist.init_process_group("gloo")
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
         return train(args)
     finally:
