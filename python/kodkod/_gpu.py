@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ def check_ids(ids: Tensor, experts: int) -> None:
 
 def _in_stream(x: Tensor, call: Callable[[tuple[int, int, bool, bool]], Any]) -> Any:
     """Calls with the GPU of ``x`` and its current stream. If there is no memory, with what torch can give back."""
+    _find_compiler()
     device = x.device.index
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
@@ -51,3 +56,15 @@ def _in_stream(x: Tensor, call: Callable[[tuple[int, int, bool, bool]], Any]) ->
         return call((device, stream, checks, True))
     except MemoryError as error:
         raise torch.OutOfMemoryError(f"a pass of kodkod does not fit on {x.device}: {error}") from None
+
+
+@functools.cache
+def _find_compiler() -> None:
+    """Names NVRTC of this interpreter's wheels, which torch brings along, as the compiled half knows no interpreter."""
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = [] if nvidia is None else list(nvidia.submodule_search_locations or [])
+    found = sorted(
+        path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*") if "alt" not in path.name
+    )
+    if found:
+        os.environ.setdefault("KODKOD_NVRTC", str(found[-1]))
