@@ -18,7 +18,7 @@ mod process;
 mod protocol;
 
 pub use group::{CpuGroup, CpuOptions, Saved};
-pub use process::{ProcessGroup, RankSaved};
+pub use process::{Facts, Fault, ProcessGroup, Processes, RankSaved, facts};
 pub use protocol::StallHook;
 
 /// A storage type that the CPU can compute with: `bf16` or `f32`.

@@ -133,6 +133,14 @@ impl Device {
         self.capability
     }
 
+    /// Names the GPU, or the part of one, beyond this process: 32 hexadecimal digits.
+    pub fn uuid(&self) -> Result<String> {
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: the GPU is one that the driver gave.
+        check(unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, self.ordinal) }, "ask for the GPU's UUID")?;
+        Ok(uuid.bytes.iter().map(|&b| format!("{:02x}", b as u8)).collect())
+    }
+
     /// Waits until all work on the GPU is done.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: a context is current.
@@ -200,6 +208,13 @@ impl Stream {
             made?;
             Ok(Graph { raw, work: work? })
         }
+    }
+
+    /// Writes a buffer's first word, without a kernel: it comes to pass while kernels keep the GPU busy.
+    pub fn write_word(&self, buffer: &Buffer<u32>, value: u32) -> Result<()> {
+        assert!(!buffer.is_empty(), "a word of the buffer");
+        // SAFETY: the stream is alive, and the buffer has that word.
+        check(unsafe { sys::cuStreamWriteValue32_v2(self.raw, buffer.address, value, 0) }, "write a word")
     }
 
     /// Makes what follows here wait for an event.
@@ -315,6 +330,15 @@ impl Event {
         check(unsafe { sys::cuEventRecord(self.raw, stream.raw) }, "record an event")
     }
 
+    /// Whether what was recorded last is done; so is an event that was never recorded.
+    pub fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventQuery(self.raw) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => check(result, "look at an event").map(|()| true),
+        }
+    }
+
     /// Milliseconds from `self` to `end`, both of them past.
     pub fn milliseconds_to(&self, end: &Event) -> Result<f32> {
         let mut ms = 0.0;
@@ -411,6 +435,18 @@ impl<T: Copy> Buffer<T> {
         )
     }
 
+    /// A handle by which another process maps the memory, and how far from the start of what it maps the buffer begins.
+    pub fn export(&self) -> Result<(IpcHandle, u64)> {
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: the buffer is alive, and the driver refuses what cannot be exported.
+        unsafe {
+            check(sys::cuMemGetAddressRange_v2(&mut base, &mut size, self.address), "look at an allocation")?;
+            check(sys::cuIpcGetMemHandle(&mut handle, self.address), "export memory to other processes")?;
+        }
+        Ok((IpcHandle(handle.reserved.map(|b| b as u8)), self.address - base))
+    }
+
     /// Sets every byte, in a stream.
     pub fn fill(&self, byte: u8, stream: &Stream) -> Result<()> {
         let bytes = self.len * size_of::<T>();
@@ -443,6 +479,63 @@ impl<T> Drop for Buffer<T> {
             // SAFETY: allocated in `new`, in that context; the driver waits for work that uses it. A failure has nobody to tell.
             within(self.context, || unsafe { sys::cuMemFree_v2(self.address) });
         }
+    }
+}
+
+/// Copies bytes from one place of GPU memory to another, in a stream.
+///
+/// # Safety
+/// Both places have so many bytes until the copy is done.
+pub unsafe fn copy(to: u64, from: u64, bytes: usize, stream: &Stream) -> Result<()> {
+    if bytes == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller's contract; the stream is alive.
+    check(unsafe { sys::cuMemcpyAsync(to, from, bytes, stream.raw) }, "copy on the GPU")
+}
+
+/// Names an allocation to other processes of the host: see [`Buffer::export`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IpcHandle(pub [u8; 64]);
+
+/// Another process's allocation, mapped into this one.
+#[derive(Debug)]
+pub struct Mapped {
+    address: u64,
+    context: sys::CUcontext,
+}
+// SAFETY: as for a buffer.
+unsafe impl Send for Mapped {}
+// SAFETY: as for a buffer.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// Maps it, for work on the current context's GPU.
+    ///
+    /// # Errors
+    /// The driver's words, also where this process made the allocation, or no link between the GPUs allows it.
+    pub fn open(handle: &IpcHandle) -> Result<Self> {
+        let (mut address, mut context) = (0, ptr::null_mut());
+        let raw = sys::CUipcMemHandle { reserved: handle.0.map(|b| b as std::ffi::c_char) };
+        let lazily = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        // SAFETY: a context is current; the driver checks the handle.
+        unsafe {
+            check(sys::cuCtxGetCurrent(&mut context), "ask for the current context")?;
+            check(sys::cuIpcOpenMemHandle_v2(&mut address, raw, lazily), "map another process's memory")?;
+        }
+        Ok(Mapped { address, context })
+    }
+
+    /// This process's address of its first byte.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `open`, in that context. A failure has nobody to tell.
+        within(self.context, || unsafe { sys::cuIpcCloseMemHandle(self.address) });
     }
 }
 

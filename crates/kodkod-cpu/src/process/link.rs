@@ -331,16 +331,20 @@ impl Link {
             }
             if looked.elapsed() >= tick {
                 looked = Instant::now();
-                if let Some(why) = self.unfinished().find_map(|rank| self.gone(rank)) {
-                    self.control.fail(
-                        FAILED,
-                        &format!("{why} in the middle of {}", self.pass_name),
-                        self.ranks,
-                    );
+                if self.pass_sound().is_err() {
                     continue;
                 }
             }
             os::wait(&me.bell, bell, tick);
+        }
+    }
+
+    /// An error where the group has failed, or a rank that has not finished the pass is gone.
+    pub(super) fn pass_sound(&self) -> Result<(), Broken> {
+        self.sound()?;
+        match self.unfinished().find_map(|rank| self.gone(rank)) {
+            Some(why) => Err(self.fail(&format!("{why} in the middle of {}", self.pass_name))),
+            None => Ok(()),
         }
     }
 

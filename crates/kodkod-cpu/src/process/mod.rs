@@ -14,6 +14,7 @@
 //!
 //! A rank writes to its part of the file only after all have announced the next call: by then none reads it any more.
 
+mod agreement;
 mod link;
 mod os;
 mod plan;
@@ -27,6 +28,7 @@ use kodkod_core::{
     Error, GradientElement, Knobs, Result, Routing, Schedule, Shape, SharedWeights, WeightGradients, Weights,
 };
 
+pub use self::agreement::{Facts, Fault, Processes, facts};
 use self::link::Broken;
 pub(crate) use self::link::Link;
 use self::plan::Plan;
@@ -51,10 +53,7 @@ pub struct ProcessGroup {
 
 struct State {
     machine: Machine,
-    link: Link,
-    /// Calls so far: the same number on every rank.
-    calls: u64,
-    broken: Option<String>,
+    processes: Processes,
 }
 
 /// What a forward of one rank leaves for its backward.
@@ -77,23 +76,6 @@ impl<T> RankSaved<T> {
     }
 }
 
-/// How a call fails.
-enum Fault {
-    /// On every rank alike, before anything was computed: the group goes on.
-    Refused(Error),
-    /// The group is at its end.
-    Broken(Error),
-}
-
-impl From<Broken> for Fault {
-    fn from(Broken(error): Broken) -> Self {
-        Fault::Broken(error)
-    }
-}
-
-/// Names and values that must be the same on every rank.
-type Facts = Vec<(&'static str, String)>;
-
 impl ProcessGroup {
     /// Meets the other ranks, within `options.wait_limit`. `options.ranks` is not read; 0 threads are this rank's share of the
     /// cores.
@@ -104,17 +86,14 @@ impl ProcessGroup {
     pub fn join(rank: usize, ranks: usize, name: &str, options: CpuOptions) -> Result<Self> {
         let mut options = CpuOptions { ranks, ..options };
         let (isa, cores) = options.resolve()?;
-        if rank >= ranks {
-            return Err(Error::invalid("rank", rank, format!("0 to {} are allowed", ranks - 1)));
-        }
         if options.threads == 0 {
             options.threads = (cores / ranks).max(1);
         }
         let threads = options.threads;
-        let link = Link::join(rank, ranks, name, options.wait_limit)?;
+        let processes = Processes::join(rank, ranks, name, options.wait_limit)?;
         let arena = Arc::<Arena>::default();
         let machine = Machine::new(isa, threads, true, arena.clone())?;
-        let state = Mutex::new(State { machine, link, calls: 0, broken: None });
+        let state = Mutex::new(State { machine, processes });
         Ok(ProcessGroup { rank, options, isa, threads, arena, file: AtomicUsize::new(0), state })
     }
 
@@ -170,8 +149,9 @@ impl ProcessGroup {
     ) -> Result<(Vec<T>, RankSaved<T>)> {
         let own = self.check_forward(shape, x, ids, topk_weights, weights);
         self.call(|state| {
-            let facts = facts::<T>("forward".into(), shape, knobs);
-            let tokens = state.agree("a forward", own.as_ref().map(Routing::tokens), &facts)?;
+            let facts = facts("CPU", "forward".into(), T::PRECISION, shape, knobs);
+            let own_tokens = own.as_ref().map(Routing::tokens);
+            let (tokens, _) = state.processes.agree("a forward", own_tokens, "", &facts)?;
             let own = own.map_err(Fault::Refused)?;
             let plan = Plan::new(Pass::Forward, shape, size_of::<T>(), &tokens);
             self.reserve(state, &plan)?;
@@ -183,7 +163,7 @@ impl ProcessGroup {
                 state.fill(place.topk_weights, own.weights());
                 state.zero_counters(&plan, self.rank);
             }
-            state.meet(1, "the start of a forward")?;
+            state.processes.meet(1, "the start of a forward")?;
             // SAFETY: every rank has filled its part, and none changes it during the pass.
             let (ids, topk_weights) = unsafe {
                 let all = |at: fn(&plan::RankPlan) -> usize| {
@@ -210,7 +190,7 @@ impl ProcessGroup {
             state.machine.ring_holder = None;
             self.run(state, &saved, &programs, &plan, weights, &mut y, &mut [], None, false)?;
             state.machine.ring_holder = Some(saved.call);
-            Ok((y, RankSaved { saved, rank: self.rank, forward: state.calls }))
+            Ok((y, RankSaved { saved, rank: self.rank, forward: state.processes.calls() }))
         })
     }
 
@@ -235,9 +215,10 @@ impl ProcessGroup {
         let (shape, knobs, routing) = (&saved.shape, &saved.knobs, &saved.routing);
         let own = self.check_backward(saved, dy, x, weights, &gradients);
         self.call(|state| {
-            let mut facts = facts::<T>(format!("backward of call {forward}"), shape, knobs);
+            let pass = format!("backward of call {forward}");
+            let mut facts = facts("CPU", pass, T::PRECISION, shape, knobs);
             facts.push(("accumulate", accumulate.to_string()));
-            let tokens = state.agree("a backward", own.as_ref().copied(), &facts)?;
+            let (tokens, _) = state.processes.agree("a backward", own.as_ref().copied(), "", &facts)?;
             own.map_err(Fault::Refused)?;
             let plan = Plan::new(Pass::Backward, shape, size_of::<T>(), &tokens);
             self.reserve(state, &plan)?;
@@ -254,7 +235,7 @@ impl ProcessGroup {
                 // SAFETY: rank 0 alone writes them before the meeting.
                 unsafe { shared.put(state) };
             }
-            state.meet(1, "the start of a backward")?;
+            state.processes.meet(1, "the start of a backward")?;
             let ring_holds = state.machine.ring_holder == Some(saved.call);
             let (pass, schedules) = (Pass::Backward, &saved.schedules);
             let programs = Program::all(pass, shape, knobs, &TILES, routing, schedules, ring_holds);
@@ -272,7 +253,7 @@ impl ProcessGroup {
             self.run(state, saved, &programs, &plan, weights, &mut dx, &mut d_w, gradients, accumulate)?;
             sums.into_iter().for_each(|(sum, gradient)| round_into(gradient, &sum));
             if let Some(shared) = shared {
-                state.meet(2, "the end of a backward")?;
+                state.processes.meet(2, "the end of a backward")?;
                 // SAFETY: all ranks are done with the sums, and none writes them before it has met the others again.
                 unsafe { shared.get(state) };
             }
@@ -324,11 +305,7 @@ impl ProcessGroup {
     /// This rank's call cannot be made, for a reason that its caller has found: takes the place of the call, so that every
     /// rank returns an error that gives the reason, and none waits for this one.
     pub fn refuse(&self, why: Error) -> Error {
-        let refused: Result<()> = self.call(|state| {
-            state.agree("a call", Err(&why), &vec![])?;
-            Err(Fault::Refused(why))
-        });
-        refused.expect_err("a refused call has an error")
+        self.lock().processes.refuse(why)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -339,26 +316,14 @@ impl ProcessGroup {
     /// One call of the group, unless it is broken.
     fn call<R>(&self, call: impl FnOnce(&mut State) -> Result<R, Fault>) -> Result<R> {
         let mut state = self.lock();
-        if !state.link.is_own_process() {
-            let why =
-                "a fork of the process that joined the group cannot use it: join another in the new process";
-            return Err(Error::Machine(why.into()));
-        }
-        if let Some(why) = &state.broken {
-            return Err(Error::Machine(format!("the group of processes is broken: {why}")));
-        }
-        call(&mut state).map_err(|fault| match fault {
-            Fault::Refused(error) => error,
-            Fault::Broken(error) => {
-                state.broken = Some(error.to_string());
-                error
-            }
-        })
+        state.processes.usable()?;
+        let outcome = call(&mut state);
+        state.processes.settle(outcome)
     }
 
     fn reserve(&self, state: &mut State, plan: &Plan) -> Result<(), Broken> {
-        state.link.reserve(plan.len)?;
-        self.file.store(state.link.data_len(), Ordering::Relaxed);
+        state.processes.link.reserve(plan.len)?;
+        self.file.store(state.processes.link.data_len(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -377,10 +342,10 @@ impl ProcessGroup {
         let most = programs.iter().map(Program::counters).max().unwrap_or(0);
         if most > plan.max_counters {
             let why = format!("internal error: {most} counters, and room for {}", plan.max_counters);
-            return Err(state.link.fail(&why).into());
+            return Err(state.processes.fail(&why));
         }
-        state.link.begin(state.calls, if gradients.is_some() { "a backward" } else { "a forward" });
-        let data = state.link.data();
+        state.processes.begin(if gradients.is_some() { "a backward" } else { "a forward" });
+        let data = state.processes.link.data();
         // The offsets lie within the data, or at its end where the part is empty.
         let at = |offset: usize| data.wrapping_add(offset);
         let symmetric = |place: &plan::RankPlan| Symmetric {
@@ -408,18 +373,18 @@ impl ProcessGroup {
             accumulate,
             counters: counters.collect(),
         };
-        match state.machine.run(call, Some(&state.link)) {
+        match state.machine.run(call, Some(&state.processes.link)) {
             Ok(()) => {
-                state.link.pass_done();
+                state.processes.pass_done();
                 Ok(())
             }
             Err(Error::Stalled(stalls)) => Err(match stalls.first() {
-                Some(stall) => state.link.stalled(stall).into(),
+                Some(stall) => state.processes.stalled(stall),
                 // Given up because the group has failed.
-                None => state.link.fail(&format!("rank {} gave the pass up", self.rank)).into(),
+                None => state.processes.fail(&format!("rank {} gave the pass up", self.rank)),
             }),
             Err(error) => {
-                state.link.fail(&format!("rank {}: {error}", self.rank));
+                state.processes.fail(&format!("rank {}: {error}", self.rank));
                 Err(Fault::Broken(error))
             }
         }
@@ -440,7 +405,7 @@ struct SharedSums<'a, G> {
 impl<G: GradientElement> SharedSums<'_, G> {
     fn addresses(&self, state: &State) -> SharedWeights<Shared<f32>, Shared<f32>> {
         let [gate, up, down, output_gate] =
-            self.places.map(|place| Shared(state.link.data().wrapping_add(place).cast::<f32>()));
+            self.places.map(|place| Shared(state.processes.link.data().wrapping_add(place).cast::<f32>()));
         let output_gate = self.shared.output_gate.as_ref().map(|_| output_gate);
         SharedWeights { gate, up, down, output_gate }
     }
@@ -480,59 +445,6 @@ impl<G: GradientElement> SharedSums<'_, G> {
 }
 
 impl State {
-    /// Begins a call: announces this rank's, its tokens or why it is refused, and gives the tokens of all ranks where
-    /// none refuses and all facts are the same.
-    fn agree(&mut self, what: &str, own: Result<usize, &Error>, facts: &Facts) -> Result<Vec<usize>, Fault> {
-        self.calls += 1;
-        let mut note = match own {
-            Ok(tokens) => format!("tokens\t{tokens}"),
-            Err(error) => format!("refused\t{}", error.to_string().replace(['\t', '\n'], " ")),
-        };
-        facts.iter().for_each(|(name, value)| note += &format!("\n{name}\t{value}"));
-        let notes = self.link.announce(self.calls, what, &note);
-        // Its own reason is of more use to a caller than another's.
-        let notes = match own {
-            Err(error) => return Err(Fault::Refused(error.clone())),
-            Ok(_) => notes?,
-        };
-        let mut tokens = Vec::new();
-        for (rank, note) in notes.iter().enumerate() {
-            let (kind, rest) = note.split_once('\t').unwrap_or_default();
-            if kind == "refused" {
-                let why = rest.split('\n').next().unwrap_or_default();
-                return Err(Fault::Refused(Error::invalid(
-                    format!("the call of rank {rank}"),
-                    "refused",
-                    why,
-                )));
-            }
-            tokens.push(rest.split('\n').next().and_then(|n| n.parse::<usize>().ok()).unwrap_or(0));
-        }
-        let mut others = notes.iter().enumerate().skip(1);
-        let differ = others.find_map(|(rank, note)| {
-            let mut pairs = notes[0].split('\n').zip(note.split('\n')).skip(1);
-            let (first, other) = pairs.find(|(a, b)| a != b)?;
-            let (name, first) = first.split_once('\t').unwrap_or_default();
-            let (_, other) = other.split_once('\t').unwrap_or_default();
-            let allowed = format!("rank 0 has {first}, and all ranks must have the same");
-            Some(Error::invalid(format!("{name} of rank {rank}"), other, allowed))
-        });
-        if let Some(error) = differ {
-            return Err(Fault::Refused(error));
-        }
-        let all = tokens.iter().fold(0_usize, |sum, &n| sum.saturating_add(n));
-        if all > Routing::MAX_TOKENS {
-            let allowed = format!("at most {} are allowed", Routing::MAX_TOKENS);
-            return Err(Fault::Refused(Error::invalid("tokens of all ranks", all, allowed)));
-        }
-        Ok(tokens)
-    }
-
-    /// One of a call's meetings after it was announced.
-    fn meet(&self, step: u64, what: &str) -> Result<(), Broken> {
-        self.link.meet(4 * self.calls + step, what)
-    }
-
     /// Copies values to an offset of the data.
     ///
     /// # Safety
@@ -540,7 +452,11 @@ impl State {
     unsafe fn fill<V: Copy>(&self, offset: usize, values: &[V]) {
         // SAFETY: the caller's contract; what is the caller's is not in the data.
         unsafe {
-            std::ptr::copy_nonoverlapping(values.as_ptr(), self.link.data().add(offset).cast(), values.len())
+            std::ptr::copy_nonoverlapping(
+                values.as_ptr(),
+                self.processes.link.data().add(offset).cast(),
+                values.len(),
+            )
         };
     }
 
@@ -550,7 +466,7 @@ impl State {
     /// The plan has them there, every bit pattern is a value, and no rank writes them while the slice lives.
     unsafe fn read<V: Copy>(&self, offset: usize, len: usize) -> &[V] {
         // SAFETY: the caller's contract.
-        unsafe { std::slice::from_raw_parts(self.link.data().add(offset).cast(), len) }
+        unsafe { std::slice::from_raw_parts(self.processes.link.data().add(offset).cast(), len) }
     }
 
     /// # Safety
@@ -558,30 +474,8 @@ impl State {
     unsafe fn zero_counters(&self, plan: &Plan, rank: usize) {
         // SAFETY: the caller's contract.
         unsafe {
-            let counters = self.link.data().add(plan.ranks[rank].counters).cast::<u32>();
+            let counters = self.processes.link.data().add(plan.ranks[rank].counters).cast::<u32>();
             counters.write_bytes(0, plan.max_counters);
         }
     }
-}
-
-/// What all ranks must have the same.
-fn facts<T: Element>(pass: String, shape: &Shape, knobs: &Knobs) -> Facts {
-    let shared = |part: fn(&kodkod_core::Shared) -> String| shape.shared.as_ref().map_or("none".into(), part);
-    vec![
-        ("pass", pass),
-        ("precision", T::PRECISION.to_string()),
-        ("hidden", shape.hidden.to_string()),
-        ("intermediate", shape.intermediate.to_string()),
-        ("experts", shape.experts.to_string()),
-        ("top_k", shape.top_k.to_string()),
-        ("shared intermediate", shared(|s| s.intermediate.to_string())),
-        ("output gate", shared(|s| s.output_gate.to_string())),
-        ("activation", format!("{:?}", shape.activation)),
-        ("biases", shape.biases.to_string()),
-        ("fwd_comm_sms", knobs.fwd_comm_sms.to_string()),
-        ("bwd_comm_sms", knobs.bwd_comm_sms.to_string()),
-        ("minibatch_rows", knobs.minibatch_rows.to_string()),
-        ("ring_rows", knobs.ring_rows.to_string()),
-        ("saved_rows", knobs.saved_rows.to_string()),
-    ]
 }
