@@ -5,11 +5,11 @@
     python bench/compare_two.py                        # a Python with torch for CUDA, two Hopper GPUs; see bench/README.md
     python bench/compare_two.py --shape kimi-slice --rounds 3 --json -- --gradients bf16
 
-The peer is `torch_moe_ranks.py`: NCCL all-to-all and torch._grouped_mm. Its processes stay over all rounds and do nothing
-while kodkod runs; the order swaps from round to round. Medians over the rounds are compared; all have --tokens tokens a GPU.
+The peer is `torch_moe_ranks.py`: NCCL all-to-all and torch._grouped_mm. Its processes end before kodkod runs; the order swaps
+from round to round. Medians over the rounds are compared; all have --tokens tokens a GPU.
 `ratio` above 1 means that kodkod is faster than the peer. `of one` is kodkod's rate a GPU on two GPUs, of its rate on one
 that holds all experts: 1 where communication hides wholly. Shapes of --large are timed on two GPUs only, by kodkod alone. The
-kernels are compiled first, those of all shapes at once, while the peer starts.
+kernels are compiled first, those of all shapes at once, first.
 
 With --check the exit status is 1 where a target is missed. Nothing is begun after --limit seconds: what was not run is said.
 """
@@ -71,8 +71,8 @@ def run(command, ms, who, limit):
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit)
         status, lines = done.returncode, done.stdout.splitlines()
-    except subprocess.TimeoutExpired:
-        status, lines = f"none within {limit:.0f} s", []
+    except subprocess.TimeoutExpired as late:
+        status, lines = f"none within {limit:.0f} s", (late.stdout or b"").decode().splitlines()
     for row in map(json.loads, (line for line in lines if line.startswith("{"))):
         ms.setdefault((who, row["shape"], row["pass"]), []).append(row["ms"])
     if status:
@@ -108,49 +108,50 @@ def main():
     timed = ["--repeat", str(args.repeat), "--warmup", str(args.warmup)]
     ms, missing = {}, []
 
-    with peer.Ranks(len(gpus), args.peer_device) as ranks:
-        if not args.no_compile:
-            jobs = [[*command, "--shape", name, "--compile-only"] for name in names for command in (two, one)]
-            jobs += [[*two, "--shape", name, "--compile-only"] for name in large]
-            cores = max(2, (os.cpu_count() or 2) - 2)
-            running = []
-            while jobs or running:
-                running = [process for process in running if process.poll() is None]
-                while jobs and len(running) < cores:
-                    running.append(subprocess.Popen(jobs.pop(0), stdout=subprocess.DEVNULL))
-                time.sleep(0.1)
-            say(f"{time.monotonic() - start:.0f} s: kernels compiled")
-        gpu = ranks.answers()[0]
-        say(f"{time.monotonic() - start:.0f} s: the peer is ready on {gpu}")
-
-        def peers():
+    def peers():
+        # They end before kodkod runs, which has the GPUs and their memory for itself.
+        with peer.Ranks(len(gpus), args.peer_device) as ranks:
+            found.append(ranks.answers()[0])
             for name in names:
                 for what, value in ranks.measure(shapes[name], args.tokens, args.repeat, args.warmup).items():
                     ms.setdefault(("torch", name, what), []).append(value)
-            return True
+        return True
 
-        def kodkod(who, command, shape, options=timed):
-            return run([*command, *options, "--shape", shape], ms, who, limit=120)
+    found = []
+    if not args.no_compile:
+        jobs = [[*command, "--shape", name, "--compile-only"] for name in names for command in (two, one)]
+        jobs += [[*two, "--shape", name, "--compile-only"] for name in large]
+        cores = max(2, (os.cpu_count() or 2) - 2)
+        running = []
+        while jobs or running:
+            running = [process for process in running if process.poll() is None]
+            while jobs and len(running) < cores:
+                running.append(subprocess.Popen(jobs.pop(0), stdout=subprocess.DEVNULL))
+            time.sleep(0.1)
+        say(f"{time.monotonic() - start:.0f} s: kernels compiled")
 
-        steps = []
-        for number in range(args.rounds):
-            turn = [
-                (f"round {number + 1}, torch", peers),
-                (f"round {number + 1}, kodkod", lambda: kodkod("kodkod", two, args.shape)),
-                (f"round {number + 1}, kodkod on one GPU", lambda: kodkod("kodkod-1", one, args.shape)),
-            ]
-            steps += turn[:: -1 if number % 2 else 1]
-        few = ["--repeat", "5", "--warmup", "2"]
-        # The large ones come after the first round, so that a limit takes rounds away rather than these.
-        steps[3:3] = [(name, lambda name=name: kodkod("kodkod", two, name, few)) for name in large]
-        for what, step in steps:
-            if time.monotonic() - start > args.limit or not step():
-                missing.append(what)
-                say(f"NOT RUN: {what}")
-            else:
-                say(f"{time.monotonic() - start:.0f} s: {what} done")
+    def kodkod(who, command, shapes, options=timed):
+        return all([run([*command, *options, "--shape", name], ms, who, limit=60) for name in shapes.split(",")])
 
-    rows = table(ms, shapes, args.tokens)
+    steps = []
+    for number in range(args.rounds):
+        turn = [
+            (f"round {number + 1}, torch", peers),
+            (f"round {number + 1}, kodkod", lambda: kodkod("kodkod", two, args.shape)),
+            (f"round {number + 1}, kodkod on one GPU", lambda: kodkod("kodkod-1", one, args.shape)),
+        ]
+        steps += turn[:: -1 if number % 2 else 1]
+    few = ["--repeat", "5", "--warmup", "2"]
+    # The large ones come after the first round, so that a limit takes rounds away rather than these.
+    steps[3:3] = [(name, lambda name=name: kodkod("kodkod", two, name, few)) for name in large]
+    for what, step in steps:
+        if time.monotonic() - start > args.limit or not step():
+            missing.append(what)
+            say(f"NOT RUN: {what}")
+        else:
+            say(f"{time.monotonic() - start:.0f} s: {what} done")
+
+    rows, gpu = table(ms, shapes, args.tokens), found[0] if found else "no GPU"
     if args.json:
         for row in rows:
             print(json.dumps({"gpu": gpu, "peer": f"torch {peer.torch.__version__}", **row}))
