@@ -14,7 +14,7 @@ using u64 = unsigned long long;
 
 constexpr u32 ROW_BLOCK = 128;
 constexpr u32 REDUCE_TOKENS = 32;
-constexpr u32 GROUP = 8;
+constexpr u32 GROUP = 8;  // blocks, at most
 
 enum Pass : u32 { FORWARD, BACKWARD };
 enum Stream : u32 { COMM, COMPUTE };
@@ -127,19 +127,24 @@ __host__ __device__ inline u64 tiles_before(const Program& p, const u32 (&tiles)
     u32 routed = min_(block, routed_blocks(p));
     return u64(routed) * tiles[0] + u64(block - routed) * tiles[1];
 }
-// Blocks that are visited together, tile by tile: the tiles under way share weights as well as rows.
-__host__ __device__ inline void grouped(u32 first, u32 after, u32 tiles, u64 local, u32& block, u32& tile) {
-    u32 group = divide(local, GROUP * tiles) * GROUP, within = u32(local - u64(group) * tiles);
-    u32 blocks = min_(after - first - group, GROUP);
-    block = first + group + within % blocks;
-    tile = within / blocks;
+// An expert's blocks between `first` and `after`, in groups as even as they can be, which are visited tile by tile: the tiles
+// under way share weights as well as rows.
+__host__ __device__ inline void grouped(const Program& p, u32 first, u32 after, u32 tiles, u64 local, u32& block, u32& tile) {
+    u32 e = expert_of(p, first + divide(local, tiles));
+    u32 start = max_(p.layout.first_block[e], first), blocks = min_(p.layout.first_block[e + 1], after) - start;
+    u32 groups = (blocks + GROUP - 1) / GROUP, group = (blocks + groups - 1) / groups;
+    u32 within = u32(local - u64(start - first) * tiles), before = within / (group * tiles) * group;
+    within -= before * tiles;
+    group = min_(group, blocks - before);
+    block = start + before + within % group;
+    tile = within / group;
 }
 // The tile at a position among those of the blocks from `first` to before `after`: routed blocks, then shared ones.
 __host__ __device__ inline void tile_at(const Program& p, const u32 (&tiles)[2], u32 first, u32 after, u64 local, u32& block, u32& tile) {
     u32 shared = min_(max_(routed_blocks(p), first), after);
     u64 routed = tiles_before(p, tiles, shared) - tiles_before(p, tiles, first);
-    if (local < routed) grouped(first, shared, tiles[0], local, block, tile);
-    else grouped(shared, after, tiles[1], local - routed, block, tile);
+    if (local < routed) grouped(p, first, shared, tiles[0], local, block, tile);
+    else grouped(p, shared, after, tiles[1], local - routed, block, tile);
 }
 
 __host__ __device__ inline u32 free_total(const Program& p, u32 minibatch) {
@@ -234,7 +239,7 @@ __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u3
     u64 outer = u64(after - first) * p.hidden_tiles;
     if (p.pass == FORWARD) {
         t.kind = DOWN;
-        grouped(first, after, p.hidden_tiles, local, t.a, t.b);
+        grouped(p, first, after, p.hidden_tiles, local, t.a, t.b);
         t.waits[0] = {{HIDDEN, t.a}, of_block(p, p.gate_up_tiles, t.a)};
         t.arrives[0] = here(FREE, minibatch);
         t.arrives[1] = pushes;
@@ -252,7 +257,7 @@ __host__ __device__ inline void compute_task(const Program& p, u32 minibatch, u3
     local -= inner;
     if (local < outer) {
         t.kind = D_INPUT;
-        grouped(first, after, p.hidden_tiles, local, t.a, t.b);
+        grouped(p, first, after, p.hidden_tiles, local, t.a, t.b);
         t.waits[0] = grad_hidden(p, run_of(p, t.a));
         t.arrives[0] = here(FREE, minibatch);
         t.arrives[1] = pushes;

@@ -502,7 +502,7 @@ impl Program {
             local -= inner;
         }
         if self.pass == Pass::Forward {
-            let (block, tile) = grouped(first, after, self.hidden_tiles, local);
+            let (block, tile) = self.grouped(first, after, self.hidden_tiles, local);
             let arrives = [here(Counter::Free(minibatch)), pushed];
             return Task { kind: Kind::Down { block, tile }, waits: [Some(hidden(block)), None], arrives };
         }
@@ -517,7 +517,7 @@ impl Program {
         }
         local -= inner;
         if local < outer {
-            let (block, tile) = grouped(first, after, self.hidden_tiles, local);
+            let (block, tile) = self.grouped(first, after, self.hidden_tiles, local);
             let waits = [Some(self.grad_hidden(&self.run_of(block))), None];
             let arrives = [here(Counter::Free(minibatch)), pushed];
             return Task { kind: Kind::DInput { block, tile }, waits, arrives };
@@ -640,9 +640,23 @@ impl Program {
         let shared = self.layout.first_block[self.layout.routed].clamp(first, after);
         let routed = self.tiles_in(tiles, first, shared);
         match local < routed {
-            true => grouped(first, shared, tiles[0], local),
-            false => grouped(shared, after, tiles[1], local - routed),
+            true => self.grouped(first, shared, tiles[0], local),
+            false => self.grouped(shared, after, tiles[1], local - routed),
         }
+    }
+
+    /// The block and tile at a position among the blocks from `first` to before `after`, `tiles` a block. An expert's blocks
+    /// there are in groups of up to [`GROUP`], as even as they can be; in each the first tile of all its blocks comes first,
+    /// then the second, and so on.
+    fn grouped(&self, first: u32, after: u32, tiles: u32, local: u64) -> (u32, u32) {
+        let expert = self.layout.expert_of(first + (local / u64::from(tiles)) as u32);
+        let start = self.layout.first_block[expert].max(first);
+        let blocks = self.layout.first_block[expert + 1].min(after) - start;
+        let group = blocks.div_ceil(blocks.div_ceil(GROUP));
+        let within = (local - u64::from(start - first) * u64::from(tiles)) as u32;
+        let before = within / (group * tiles) * group;
+        let (within, group) = (within - before * tiles, group.min(blocks - before));
+        (start + before + within % group, within / group)
     }
 
     fn runs(&self) -> u32 {
@@ -702,17 +716,8 @@ impl Program {
     }
 }
 
-/// Blocks that are visited together, tile by tile: the tiles under way share weights as well as rows.
+/// The most blocks that are visited together, tile by tile: the tiles under way share weights as well as rows.
 const GROUP: u32 = 8;
-
-/// The block and tile at a position among the blocks from `first` to before `after`, `tiles` a block: groups of
-/// [`GROUP`] blocks, in each the first tile of all its blocks, then the second, and so on.
-fn grouped(first: u32, after: u32, tiles: u32, local: u64) -> (u32, u32) {
-    let group = (local / (u64::from(GROUP) * u64::from(tiles))) as u32 * GROUP;
-    let within = (local - u64::from(group) * u64::from(tiles)) as u32;
-    let blocks = (after - first - group).min(GROUP);
-    (first + group + within % blocks, within / blocks)
-}
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
