@@ -297,7 +297,8 @@ impl Call {
         let Size { shape, knobs, tokens } = &self.size;
         let layer =
             CudaLayer::new(std::slice::from_ref(&self.gpu.device), shape, knobs, &[*tokens], self.gradients)?;
-        let bytes = free.saturating_sub(caller::free_and_total()?.0);
+        // The driver counts in steps of some MiB: a small slot may show none, and the limit counts slots all the same.
+        let bytes = free.saturating_sub(caller::free_and_total()?.0).max(1);
         let work = Work { layer, begin: Event::new()?, end: Event::new()?, call: NONE, unchecked: false };
         let size = Size { shape: shape.clone(), knobs: *knobs, tokens: *tokens };
         Ok(Arc::new(Slot {

@@ -465,8 +465,10 @@ def test_modules():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_fullgraph(backend):
     net, x = model(2), rows(2, 60, HIDDEN).cuda()
-    compiled = torch.compile(net, fullgraph=True, backend=backend)
-    compare(net_grads(net, compiled, x), net_grads(net, net, x), 2e-2)
+    # Else Inductor leaves out roundings to bf16 between operators, and the router sees other rows.
+    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    compiled = torch.compile(net, fullgraph=True, backend=backend, options=options)
+    compare(net_grads(net, compiled, x), net_grads(net, net, x), 5e-3)
     step = on_gpu(full(ids(300)))
     layer = torch.compile(lambda: step.kodkod(), fullgraph=True, backend=backend)
     y = layer()
