@@ -6,14 +6,15 @@ use std::slice::from_ref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kodkod_core::{GradientElement, Knobs, Precision, Shape, Stall};
+use kodkod_core::{GradientElement, Knobs, Precision, Shape};
 
-use crate::driver::{Buffer, Device, Event, Graph, GraphWork, Kernel, Module, Stream};
+use crate::driver::{self, Buffer, Device, Event, Graph, GraphWork, Kernel, Module, Stream};
 use crate::error::{Error, Result};
 use crate::jit::{self, Source};
-use crate::memory::{Rank, STAMP_WORDS, STAMPS, Sizes};
-use crate::parameters::{Call, MatricesAt, StepAt};
-use crate::tensors::{DeviceGradients, DeviceStep, DeviceWeights};
+use crate::memory::{Rank, Reached, Room, STAMP_WORDS, STAMPS, Sizes, Staged};
+use crate::parameters::{Call, Copied, Copies, MatricesAt, StepAt};
+use crate::symmetric::SymmetricMemory;
+use crate::tensors::{DeviceGradients, DeviceStep, DeviceWeights, check_part};
 
 /// Threads of a CTA, and its dynamic shared memory: `THREADS` and `SMEM_MOST` of `pass.cuh`.
 const THREADS: u32 = 384;
@@ -26,8 +27,8 @@ const MEET_THREADS: u32 = 32;
 const GATHER_THREADS: u32 = 256;
 const GATHER_CTAS: u32 = 64;
 
-/// A layer on one GPU, whose ranks share it, or on several with a rank each: compiled for its shape, its knobs and its
-/// number of ranks, with buffers for its tokens.
+/// A layer on one GPU, whose ranks share it, or on several with a rank each, in this process or one of them in this
+/// process: compiled for its shape, its knobs and its number of ranks, with buffers for its tokens.
 #[derive(Debug)]
 pub struct CudaLayer {
     pub(crate) shape: Shape,
@@ -35,15 +36,20 @@ pub struct CudaLayer {
     pub(crate) tokens: Vec<usize>,
     /// What the kernels store weight gradients in.
     gradients: Precision,
+    pub(crate) sizes: Sizes,
     seats: Vec<Seat>,
+    /// The ranks that are here: all, or this process's.
     pub(crate) ranks: Vec<Rank>,
+    /// The first of them.
+    pub(crate) first: usize,
+    /// Of all ranks; of processes none before the first pass.
+    pub(crate) reached: Vec<Reached>,
+    /// Where the other ranks are processes: what a forward leaves of `Reached::output_gates`, which other layers use too.
+    own_gates: Option<Buffer<f32>>,
     /// On the first seat's GPU.
     stream: Stream,
     scheduled: Event,
     pub(crate) limit: Duration,
-    /// Sums of the shared experts' gradients that go on in the next run or rank; where gradients are bf16. On the first
-    /// seat's GPU.
-    pub(crate) shared_carry: Option<Buffer<f32>>,
     pub(crate) hang: Option<Hang>,
 }
 
@@ -61,6 +67,13 @@ struct Seat {
     meeting: Option<[Kernel; 2]>,
     /// Kept after the kernels that come from them.
     _modules: Vec<Module>,
+}
+
+/// A layer's rank whose others are processes.
+struct Process {
+    rank: usize,
+    /// How many of the ranks are on its GPU.
+    sharing: usize,
 }
 
 /// Passes recorded by [`CudaLayer::capture`].
@@ -139,7 +152,7 @@ impl CudaLayer {
         tokens_per_rank: &[usize],
         gradients: Precision,
     ) -> Result<Self> {
-        Self::build(devices, shape, knobs, tokens_per_rank, gradients, false)
+        Self::build(devices, shape, knobs, tokens_per_rank, gradients, false, None)
     }
 
     /// The same, with kernels that stamp the begin and end of every task: see [`CudaLayer::stamps`].
@@ -150,7 +163,25 @@ impl CudaLayer {
         tokens_per_rank: &[usize],
         gradients: Precision,
     ) -> Result<Self> {
-        Self::build(devices, shape, knobs, tokens_per_rank, gradients, true)
+        Self::build(devices, shape, knobs, tokens_per_rank, gradients, true, None)
+    }
+
+    /// One rank of a layer whose others are processes, with a token count for each: `rank` on `device`, which `sharing` of
+    /// them share, 1 unless for a try. Its passes are [`CudaLayer::forward_in`] and [`CudaLayer::backward_in`]: of all that
+    /// they take there is this rank's, its own experts' and its own tokens'.
+    ///
+    /// # Errors
+    /// As for [`CudaLayer::new`].
+    pub fn of_process(
+        device: &Arc<Device>,
+        [rank, sharing]: [usize; 2],
+        shape: &Shape,
+        knobs: &Knobs,
+        tokens_per_rank: &[usize],
+        gradients: Precision,
+    ) -> Result<Self> {
+        let process = Some(Process { rank, sharing });
+        Self::build(from_ref(device), shape, knobs, tokens_per_rank, gradients, false, process)
     }
 
     fn build(
@@ -160,18 +191,23 @@ impl CudaLayer {
         tokens_per_rank: &[usize],
         gradients: Precision,
         traced: bool,
+        process: Option<Process>,
     ) -> Result<Self> {
         let sizes = Sizes::new(shape, knobs, tokens_per_rank)?;
         let ranks = tokens_per_rank.len();
-        let meets = devices.len() > 1;
+        let meets = devices.len() > 1 || process.is_some();
         let [first, ..] = devices else {
             return Err(kodkod_core::Error::invalid("devices", "none", "one GPU is needed").into());
         };
-        if meets && devices.len() != ranks {
+        if devices.len() > 1 && devices.len() != ranks {
             let allowed = format!("one, or one a rank, and there are {ranks} token counts");
             return Err(kodkod_core::Error::invalid("number of devices", devices.len(), allowed).into());
         }
-        let ranks_of = |at: usize| if meets { at..at + 1 } else { 0..ranks };
+        let ranks_of = |at: usize| match &process {
+            Some(p) => p.rank..p.rank + 1,
+            None if meets => at..at + 1,
+            None => 0..ranks,
+        };
         let mut defines = sizes.defines(shape, gradients);
         if traced {
             defines.push(("TRACE", "1".into()));
@@ -183,7 +219,11 @@ impl CudaLayer {
             device.make_current()?;
             let modules = code.iter().map(|c| Module::load(&c.code)).collect::<Result<Vec<_>>>()?;
             let here = devices.iter().filter(|d| d.ordinal() == device.ordinal()).count();
-            let sharing = if meets { here } else { ranks };
+            let sharing = match &process {
+                Some(p) => p.sharing,
+                None if meets => here,
+                None => ranks,
+            };
             Ok(Seat {
                 device: device.clone(),
                 ranks: ranks_of(at),
@@ -202,40 +242,42 @@ impl CudaLayer {
             })
         };
         let seats = devices.iter().enumerate().map(seat).collect::<Result<Vec<_>>>()?;
-        let mut memory = Vec::new();
+        let (mut memory, mut reached) = (Vec::new(), Vec::new());
         for seat in &seats {
             for rank in seat.ranks.clone() {
-                let device = &seat.device;
-                memory.push(Rank::new(
-                    device,
-                    shape,
-                    &sizes,
-                    tokens_per_rank,
-                    rank,
-                    gradients,
-                    [meets, traced],
-                )?);
+                let (device, tokens) = (&seat.device, tokens_per_rank);
+                let own = Rank::new(device, shape, &sizes, tokens, gradients, [meets, traced])?;
+                if process.is_none() {
+                    let room = &mut Room::Allocated;
+                    let new = Reached::new(room, shape, &sizes, tokens, rank, gradients, false)?;
+                    new.words.clear(&own.stream)?;
+                    reached.push(new);
+                }
+                memory.push(own);
             }
         }
         first.make_current()?;
-        let shared = shape.shared.filter(|_| gradients == Precision::Bf16);
+        let gates = process.as_ref().filter(|_| shape.shared.is_some_and(|s| s.output_gate));
         let layer = CudaLayer {
             shape: shape.clone(),
             knobs: *knobs,
             tokens: tokens_per_rank.to_vec(),
             gradients,
+            first: process.as_ref().map_or(0, |p| p.rank),
+            own_gates: gates.map(|p| Buffer::new(tokens_per_rank[p.rank])).transpose()?,
+            sizes,
             seats,
             ranks: memory,
+            reached,
             stream: Stream::new()?,
             scheduled: Event::new()?,
             limit: Duration::from_secs(10),
-            shared_carry: shared.map(|s| Buffer::new(3 * s.intermediate * shape.hidden)).transpose()?,
             hang: None,
         };
-        for rank in 0..ranks {
-            let bytes: Vec<u8> = [0, 1].iter().flat_map(|&pass| layer.program(pass, rank, &sizes)).collect();
-            layer.ranks[rank].device.make_current()?;
-            layer.ranks[rank].programs.write(&bytes)?;
+        for rank in layer.here() {
+            let bytes: Vec<u8> = [0, 1].iter().flat_map(|&pass| layer.program(pass, rank)).collect();
+            layer.memory(rank).device.make_current()?;
+            layer.memory(rank).programs.write(&bytes)?;
         }
         for seat in &layer.seats {
             seat.device.make_current()?;
@@ -272,21 +314,21 @@ impl CudaLayer {
 
     /// The same for ranks with a GPU each.
     pub fn schedule_on(&self, steps: &[DeviceStep]) -> Result<()> {
+        self.check_whole()?;
         let steps = self.steps_at(steps);
         if !self.meets() {
-            return (0..self.ranks.len())
-                .try_for_each(|rank| self.launch_schedule(rank, &steps, &self.stream));
+            return self.here().try_for_each(|rank| self.launch_schedule(rank, &steps, &self.stream));
         }
         self.apart(|rank| {
             self.meet(rank, false)?;
-            self.launch_schedule(rank, &steps, &self.ranks[rank].stream)?;
+            self.launch_schedule(rank, &steps, &self.memory(rank).stream)?;
             self.meet(rank, true)
         })
     }
 
     fn launch_schedule(&self, rank: usize, steps: &[StepAt], stream: &Stream) -> Result<()> {
         let seat = self.seat(rank);
-        let local = self.shape.experts / self.ranks.len() + usize::from(self.shape.shared.is_some());
+        let local = self.experts() + usize::from(self.shape.shared.is_some());
         let p = self.schedule_parameter(rank, steps);
         // SAFETY: the parameters are laid out as `GatherParams` and `ScheduleParams`, and the buffers live as long as
         // `self` and the steps.
@@ -306,12 +348,39 @@ impl CudaLayer {
 
     /// The same for ranks with a GPU each.
     pub fn forward_on(&self, steps: &[DeviceStep], weights: &[DeviceWeights]) -> Result<()> {
+        self.check_whole()?;
         self.check::<f32>(steps, weights, None)?;
+        self.forward_with(steps, weights, Copies::default())
+    }
+
+    /// The forward of a rank whose others are processes: all make the same passes in the same order, one after the other, and
+    /// each in its symmetric memory. See [`CudaLayer::of_process`].
+    pub fn forward_in(
+        &mut self,
+        memory: &SymmetricMemory,
+        step: &DeviceStep,
+        weights: &DeviceWeights,
+    ) -> Result<()> {
+        self.reach(memory)?;
+        let (steps, weights) = (from_ref(step), from_ref(weights));
+        self.check::<f32>(steps, weights, None)?;
+        let (mut copies, staged) = (Copies::default(), self.staged(self.first)?);
+        copies.before.extend([
+            copied(&staged.x, &step.x),
+            copied(&staged.ids, &step.ids),
+            copied(&staged.topk_weights, &step.topk_weights),
+        ]);
+        copies.after.extend(self.own_gates.as_ref().map(|own| copied(own, self.gates())));
+        self.forward_with(steps, weights, copies)
+    }
+
+    fn forward_with(&self, steps: &[DeviceStep], weights: &[DeviceWeights], copies: Copies) -> Result<()> {
         let call = Call {
             steps: self.steps_at(steps),
             weights: self.weights_at(weights),
             gradients: vec![MatricesAt::default(); self.ranks.len()],
             accumulate: false,
+            copies,
         };
         self.pass(0, &call)
     }
@@ -339,6 +408,7 @@ impl CudaLayer {
         gradients: &[DeviceGradients<T>],
         accumulate: bool,
     ) -> Result<()> {
+        self.check_whole()?;
         self.check(steps, weights, Some(gradients))?;
         let at = |(seat, experts): (usize, usize)| {
             MatricesAt::of_gradients(&gradients[seat], &gradients[0], experts, &self.shape)
@@ -346,49 +416,90 @@ impl CudaLayer {
         let call = Call {
             steps: self.steps_at(steps),
             weights: self.weights_at(weights),
-            gradients: self.places(self.shape.experts / self.ranks.len()).map(at).collect(),
+            gradients: self.places(self.experts()).map(at).collect(),
             accumulate,
+            copies: Copies::default(),
         };
         self.pass(1, &call)
     }
 
-    /// Waits for the passes, and says where one gave up. The next pass starts afresh.
+    /// The backward of [`CudaLayer::forward_in`], of the last one of this layer. The shared experts' gradients come out on
+    /// every rank, with the same bits: where they accumulate, the sum starts from the first rank's.
+    pub fn backward_in<T: GradientElement>(
+        &mut self,
+        memory: &SymmetricMemory,
+        step: &DeviceStep,
+        weights: &DeviceWeights,
+        gradients: &DeviceGradients<T>,
+        accumulate: bool,
+    ) -> Result<()> {
+        self.reach(memory)?;
+        self.check(from_ref(step), from_ref(weights), Some(from_ref(gradients)))?;
+        let (mut copies, staged) = (Copies::default(), self.staged(self.first)?);
+        copies.before.push(copied(&staged.dy, &step.dy));
+        if self.sizes.recomputes {
+            copies.before.push(copied(&staged.x, &step.x));
+        }
+        copies.before.extend(self.own_gates.as_ref().map(|own| copied(self.gates(), own)));
+        let mut at = MatricesAt::of_gradients(gradients, gradients, 0, &self.shape);
+        if let (Some(own), Some(shape)) = (&gradients.shared, self.shape.shared) {
+            let sums = self.staged(0)?;
+            at.share(sums);
+            let matrices = [&own.gate, &own.up, &own.down].into_iter().zip(&sums.shared);
+            let mut pairs: Vec<_> = matrices.map(|(own, sum)| copied(own, sum)).collect();
+            let gate = own.output_gate.as_ref().filter(|_| shape.output_gate);
+            pairs.extend(gate.map(|own| copied(own, &sums.shared_output_gate)));
+            if accumulate && self.first == 0 {
+                let back = |c: &Copied| Copied { to: c.from, from: c.to, bytes: c.bytes };
+                copies.before.extend(pairs.iter().map(back));
+            }
+            copies.after = pairs;
+            copies.meet = true;
+        }
+        let call = Call {
+            steps: self.steps_at(from_ref(step)),
+            weights: self.weights_at(from_ref(weights)),
+            gradients: vec![at],
+            accumulate,
+            copies,
+        };
+        self.pass(1, &call)
+    }
+
+    /// Waits for the passes, and says where one gave up. The next pass starts afresh. Of a rank whose others are processes
+    /// that is said by [`SymmetricMemory::stall`] instead, and no pass may follow.
     ///
     /// # Errors
     /// [`kodkod_core::Error::Stalled`] with what each rank waited for, and which ranks had not pushed all their rows.
     pub fn finish(&self) -> Result<()> {
         self.stream.synchronize()?;
+        if self.is_process() {
+            return Ok(());
+        }
         let (mut stalls, mut pushed) = (Vec::new(), Vec::new());
-        for (rank, memory) in self.ranks.iter().enumerate() {
+        for rank in self.here() {
+            let memory = self.memory(rank);
             memory.device.make_current()?;
             memory.stream.synchronize()?;
-            let s = memory.stall.read()?;
+            let stall = self.reached[rank].words.stall(rank, self.limit)?;
             // What it was when the rank gave up, or is now.
-            pushed.push((s[0] != 0).then_some(s[8]));
-            if s[0] != 0 {
-                stalls.push(Stall {
-                    rank,
-                    task: format!("{} (block {}, {})", KINDS[s[1] as usize % KINDS.len()], s[2], s[3]),
-                    counter: format!("{}[{}] of rank {rank}", COUNTERS[s[4] as usize % COUNTERS.len()], s[5]),
-                    seen: s[6],
-                    expected: s[7],
-                    waited_ms: self.limit.as_millis() as u64,
-                });
-            }
+            pushed.push(stall.as_ref().map(|s| s.1));
+            stalls.extend(stall.map(|s| s.0));
         }
         if stalls.is_empty() {
             return self.seats[0].device.make_current();
         }
         let mut late = Vec::new();
-        for (rank, memory) in self.ranks.iter().enumerate() {
+        for rank in self.here() {
+            let (memory, reached) = (self.memory(rank), &self.reached[rank]);
             memory.device.make_current()?;
             let blocks = memory.first_block.read()?.last().copied().unwrap_or(0);
             let all = blocks * self.shape.hidden.div_ceil(256) as u32;
-            let pushed = pushed[rank].map_or_else(|| memory.counters.read().map(|c| c[1]), Ok)?;
+            let pushed = pushed[rank].map_or_else(|| reached.counters.read().map(|c| c[1]), Ok)?;
             if pushed < all {
                 late.push(format!("rank {rank} has pushed {pushed} of {all} tiles"));
             }
-            memory.forget_stall()?;
+            reached.words.clear(&memory.stream)?;
         }
         for stall in &mut stalls {
             stall.counter += &format!(" ({})", late.join(", "));
@@ -437,25 +548,24 @@ impl CudaLayer {
 
     /// A test hook: fills all that passes leave in the layer's buffers with 0xff bytes (NaN).
     pub fn poison(&self) -> Result<()> {
-        for m in &self.ranks {
+        self.check_whole()?;
+        for rank in self.here() {
+            let (m, reached) = (self.memory(rank), &self.reached[rank]);
             m.device.make_current()?;
-            for rows in [&m.x, &m.g, &m.u, &m.h, &m.dy, &m.dg, &m.du, &m.combine] {
+            for rows in [&m.x, &m.g, &m.u, &m.h, &m.dy, &m.dg, &m.du, &reached.combine] {
                 rows.fill(0xff, &m.stream)?;
             }
-            for values in [&m.d_w_parts, &m.d_w, &m.output_gates].into_iter().chain(&m.carry) {
+            let values = [&m.d_w_parts, &reached.d_w, &reached.output_gates].into_iter();
+            for values in values.chain(&m.carry).chain(&reached.shared_carry) {
                 values.fill(0xff, &m.stream)?;
             }
-            if let Some(meeting) = &m.meeting {
-                meeting.ids.fill(0xff, &m.stream)?;
-                meeting.factors.fill(0xff, &m.stream)?;
+            if let Some(routes) = &m.routes {
+                routes.ids.fill(0xff, &m.stream)?;
+                routes.factors.fill(0xff, &m.stream)?;
             }
             m.stream.synchronize()?;
         }
-        self.seats[0].device.make_current()?;
-        if let Some(carry) = &self.shared_carry {
-            carry.fill(0xff, &self.stream)?;
-        }
-        Ok(())
+        self.seats[0].device.make_current()
     }
 
     /// Forgets the stamps of the passes so far.
@@ -475,7 +585,8 @@ impl CudaLayer {
     pub fn stamps(&self) -> Result<Vec<Stamp>> {
         self.stream.synchronize()?;
         let mut all = Vec::new();
-        for (rank, memory) in self.ranks.iter().enumerate() {
+        for rank in self.here() {
+            let memory = self.memory(rank);
             let Some(trace) = &memory.trace else { continue };
             memory.device.make_current()?;
             let (words, count) = (trace.stamps.read()?, trace.stamped.read()?[0]);
@@ -506,7 +617,56 @@ impl CudaLayer {
 
     /// Whether each rank has a seat of its own: they meet before and after a pass.
     fn meets(&self) -> bool {
-        self.seats.len() > 1
+        self.seats[0].meeting.is_some()
+    }
+
+    /// Whether the other ranks are processes.
+    fn is_process(&self) -> bool {
+        self.reached.first().is_none_or(|r| r.staged.is_some())
+    }
+
+    /// The ranks that are here.
+    fn here(&self) -> Range<usize> {
+        self.first..self.first + self.ranks.len()
+    }
+
+    /// Of a rank that is here.
+    pub(crate) fn memory(&self, rank: usize) -> &Rank {
+        &self.ranks[rank - self.first]
+    }
+
+    /// Experts of a rank.
+    fn experts(&self) -> usize {
+        self.shape.experts / self.tokens.len()
+    }
+
+    fn gates(&self) -> &Buffer<f32> {
+        &self.reached[self.first].output_gates
+    }
+
+    /// Looks up what of each rank lies where in their symmetric memory.
+    fn reach(&mut self, memory: &SymmetricMemory) -> Result<()> {
+        if !self.is_process() || memory.rank() != self.first {
+            let allowed = "it must be the rank of CudaLayer::of_process";
+            return Err(kodkod_core::Error::invalid("rank of the memory", memory.rank(), allowed).into());
+        }
+        self.reached = memory.places(&self.shape, &self.sizes, &self.tokens, self.gradients)?;
+        Ok(())
+    }
+
+    /// What a rank has staged.
+    fn staged(&self, rank: usize) -> Result<&Staged> {
+        let missing = || kodkod_core::Error::Internal(format!("nothing is staged for rank {rank}"));
+        Ok(self.reached[rank].staged.as_ref().ok_or_else(missing)?)
+    }
+
+    /// Refuses a layer whose other ranks are processes: its passes need their memory.
+    fn check_whole(&self) -> Result<()> {
+        if self.is_process() {
+            let allowed = "its passes are forward_in and backward_in, which take symmetric memory";
+            return Err(kodkod_core::Error::invalid("layer", "a process's", allowed).into());
+        }
+        Ok(())
     }
 
     /// Of each rank: its seat, and how many ranks before it are on that, times `each`.
@@ -516,19 +676,27 @@ impl CudaLayer {
     }
 
     fn seat(&self, rank: usize) -> &Seat {
-        &self.seats[if self.meets() { rank } else { 0 }]
+        &self.seats[if self.meets() { rank - self.first } else { 0 }]
     }
 
     fn steps_at(&self, steps: &[DeviceStep]) -> Vec<StepAt> {
         let first = |rank: usize| self.tokens[self.seat(rank).ranks.start..rank].iter().sum();
-        let places = self.places(0).enumerate();
-        places.map(|(rank, (seat, _))| StepAt::new(&steps[seat], first(rank), &self.shape)).collect()
+        let own = self.here().zip(self.places(0));
+        let own = own.map(|(rank, (seat, _))| StepAt::new(&steps[seat], first(rank), &self.shape));
+        // Of other processes, what they have staged.
+        let mut all: Vec<_> =
+            self.reached.iter().filter_map(|r| r.staged.as_ref()).map(StepAt::staged).collect();
+        if all.is_empty() {
+            return own.collect();
+        }
+        own.zip(&mut all[self.here()]).for_each(|(own, place)| *place = own);
+        all
     }
 
     fn weights_at(&self, weights: &[DeviceWeights]) -> Vec<MatricesAt> {
         let at =
             |(seat, experts): (usize, usize)| MatricesAt::of_weights(&weights[seat], experts, &self.shape);
-        self.places(self.shape.experts / self.ranks.len()).map(at).collect()
+        self.places(self.experts()).map(at).collect()
     }
 
     fn check<T: GradientElement>(
@@ -554,98 +722,42 @@ impl CudaLayer {
             return Err(kodkod_core::Error::invalid("gradients", T::PRECISION, allowed).into());
         }
         for (at, seat) in self.seats.iter().enumerate() {
-            self.check_seat(seat, &steps[at], &weights[at], gradients.map(|g| &g[at]))?;
+            let experts = self.experts() * seat.ranks.len();
+            let own = Shape { experts, ..self.shape.clone() };
+            let tokens = self.tokens[seat.ranks.clone()].iter().sum();
+            check_part(&own, tokens, &steps[at], &weights[at], gradients.map(|g| &g[at]))?;
         }
         Ok(())
     }
 
-    /// An error that names what has another length than the shape, and the tokens and experts of a seat, ask for.
-    fn check_seat<T: GradientElement>(
-        &self,
-        seat: &Seat,
-        step: &DeviceStep,
-        weights: &DeviceWeights,
-        gradients: Option<&DeviceGradients<T>>,
-    ) -> Result<()> {
-        let (h, i) = (("hidden", self.shape.hidden), ("intermediate", self.shape.intermediate));
-        let experts = self.shape.experts / self.ranks.len() * seat.ranks.len();
-        let (e, k) = (("experts", experts), ("top_k", self.shape.top_k));
-        let t = ("tokens", self.tokens[seat.ranks.clone()].iter().sum());
-        let len = kodkod_core::Error::check_len;
-        for (name, rows) in [("x", &step.x), ("dy", &step.dy), ("y", &step.y), ("dx", &step.dx)] {
-            len(name, rows.len(), &[t, h])?;
-        }
-        len("topk_ids", step.ids.len(), &[t, k])?;
-        len("topk_weights", step.topk_weights.len(), &[t, k])?;
-        len("d_topk_weights", step.d_topk_weights.len(), &[t, k])?;
-        len("w_gate", weights.gate.len(), &[e, i, h])?;
-        len("w_up", weights.up.len(), &[e, i, h])?;
-        len("w_down", weights.down.len(), &[e, h, i])?;
-        if self.shape.biases {
-            let b = weights.biases.as_ref();
-            len("b_gate", b.map_or(0, |b| b.gate.len()), &[e, i])?;
-            len("b_up", b.map_or(0, |b| b.up.len()), &[e, i])?;
-            len("b_down", b.map_or(0, |b| b.down.len()), &[e, h])?;
-        }
-        if let Some(shared) = self.shape.shared {
-            let (s, w) = (("shared intermediate", shared.intermediate), weights.shared.as_ref());
-            len("shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
-            len("shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
-            len("shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
-            if shared.output_gate {
-                let gate = w.and_then(|w| w.output_gate.as_ref());
-                len("shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
-            }
-        }
-        let Some(g) = gradients else { return Ok(()) };
-        len("dw_gate", g.gate.len(), &[e, i, h])?;
-        len("dw_up", g.up.len(), &[e, i, h])?;
-        len("dw_down", g.down.len(), &[e, h, i])?;
-        if self.shape.biases {
-            let b = g.biases.as_ref();
-            len("db_gate", b.map_or(0, |b| b.gate.len()), &[e, i])?;
-            len("db_up", b.map_or(0, |b| b.up.len()), &[e, i])?;
-            len("db_down", b.map_or(0, |b| b.down.len()), &[e, h])?;
-        }
-        if let Some(shared) = self.shape.shared {
-            let (s, w) = (("shared intermediate", shared.intermediate), g.shared.as_ref());
-            len("d_shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
-            len("d_shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
-            len("d_shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
-            if shared.output_gate {
-                let gate = w.and_then(|w| w.output_gate.as_ref());
-                len("d_shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
-            }
-        }
-        Ok(())
-    }
     fn pass(&self, pass: usize, call: &Call) -> Result<()> {
-        let parameters = (0..self.ranks.len())
-            .map(|rank| self.pass_parameter(pass, rank, call))
-            .collect::<Result<Vec<_>>>()?;
+        let parameters =
+            self.here().map(|rank| self.pass_parameter(pass, rank, call)).collect::<Result<Vec<_>>>()?;
         let launch = |rank: usize| {
-            let (seat, p) = (self.seat(rank), &parameters[rank]);
+            let (seat, p) = (self.seat(rank), &parameters[rank - self.first]);
             // SAFETY: the parameter is laid out as `PassParams`, and the buffers live as long as `self` and the arguments.
-            unsafe { seat.passes[pass].launch(seat.ctas, THREADS, &self.ranks[rank].stream, p) }
+            unsafe { seat.passes[pass].launch(seat.ctas, THREADS, &self.memory(rank).stream, p) }
         };
         if self.meets() {
             return self.apart(|rank| {
-                let memory = &self.ranks[rank];
-                memory.counters.fill(0, &memory.stream)?;
+                let stream = &self.memory(rank).stream;
+                self.reached[rank].counters.fill(0, stream)?;
+                copy_all(&call.copies.before, stream)?;
                 self.meet(rank, false)?;
                 if pass == 0 {
-                    self.launch_schedule(rank, &call.steps, &memory.stream)?;
+                    self.launch_schedule(rank, &call.steps, stream)?;
                 }
                 launch(rank)?;
-                self.meet(rank, true)
+                self.meet(rank, true)?;
+                copy_all(&call.copies.after, stream)?;
+                if call.copies.meet { self.meet(rank, true) } else { Ok(()) }
             });
         }
         if pass == 0 {
-            (0..self.ranks.len())
-                .try_for_each(|rank| self.launch_schedule(rank, &call.steps, &self.stream))?;
+            self.here().try_for_each(|rank| self.launch_schedule(rank, &call.steps, &self.stream))?;
         }
-        for memory in &self.ranks {
-            memory.counters.fill(0, &self.stream)?;
+        for reached in &self.reached {
+            reached.counters.fill(0, &self.stream)?;
         }
         self.apart(launch)
     }
@@ -654,7 +766,8 @@ impl CudaLayer {
     /// comes after the work of all.
     fn apart(&self, work: impl Fn(usize) -> Result<()>) -> Result<()> {
         self.scheduled.record(&self.stream)?;
-        for (rank, memory) in self.ranks.iter().enumerate() {
+        for rank in self.here() {
+            let memory = self.memory(rank);
             memory.device.make_current()?;
             memory.stream.wait(&self.scheduled)?;
             work(rank)?;
@@ -669,11 +782,25 @@ impl CudaLayer {
         let Some([meet, _]) = &self.seat(rank).meeting else { return Ok(()) };
         let p = self.meet_parameter(rank, leaving);
         // SAFETY: the parameter is laid out as `MeetParams`, and the buffers live as long as `self`.
-        unsafe { meet.launch(1, MEET_THREADS, &self.ranks[rank].stream, &p) }
+        unsafe { meet.launch(1, MEET_THREADS, &self.memory(rank).stream, &p) }
     }
 }
 
-const KINDS: [&str; 13] = [
+/// All of a buffer to another, of the same bytes.
+fn copied<A: Copy, B: Copy>(to: &Buffer<A>, from: &Buffer<B>) -> Copied {
+    let bytes = from.len() * size_of::<B>();
+    assert_eq!(bytes, to.len() * size_of::<A>(), "buffers of the same size");
+    Copied { to: to.address(), from: from.address(), bytes }
+}
+
+fn copy_all(copies: &[Copied], stream: &Stream) -> Result<()> {
+    copies.iter().try_for_each(|c| {
+        // SAFETY: both are buffers of so many bytes, which live as long as the layer and the arguments of its passes.
+        unsafe { driver::copy(c.to, c.from, c.bytes, stream) }
+    })
+}
+
+pub(crate) const KINDS: [&str; 13] = [
     "Pull",
     "PullGrad",
     "GateUp",
@@ -689,5 +816,3 @@ const KINDS: [&str; 13] = [
     "Leave",
 ];
 const WEIGHTS: [&str; 4] = ["WGradGate", "WGradUp", "WGradDown", "WGradOutputGate"];
-const COUNTERS: [&str; 9] =
-    ["done", "pushed", "chain", "pulled", "grad_pulled", "hidden", "grad_hidden", "free", "met"];

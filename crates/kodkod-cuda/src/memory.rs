@@ -1,13 +1,15 @@
-//! A rank's memory on its GPU: how much it is, and what of it other ranks reach.
+//! A rank's memory on its GPU: how much it is, what its passes alone use, and what other ranks reach.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::bf16;
 use kodkod_core::schedule::experts_per_rank;
-use kodkod_core::{Knobs, Precision, ROW_BLOCK, Shape};
+use kodkod_core::{Knobs, Precision, ROW_BLOCK, Shape, Stall};
 
 use crate::driver::{Buffer, Device, Event, Stream};
 use crate::error::Result;
+use crate::layer::KINDS;
 
 /// One thread each, and one more for the shared experts, in `schedule_place`.
 const MOST_EXPERTS: usize = crate::layer::PLACE_THREADS as usize - 1;
@@ -23,6 +25,8 @@ pub(crate) struct Sizes {
     pub(crate) kept_rows: usize,
     pub(crate) ring_rows: usize,
     pub(crate) counters: usize,
+    /// Whether a backward may have to pull rows of x, those that were not saved.
+    pub(crate) recomputes: bool,
 }
 
 impl Sizes {
@@ -66,6 +70,7 @@ impl Sizes {
             ring_rows: rows(ring),
             // `program::place`: two, the chain, four a block and run, minibatches.
             counters: 2 + shared_tiles + 4 * blocks + 2 * (blocks + local + 2),
+            recomputes: saved < minibatches,
         })
     }
 
@@ -96,7 +101,7 @@ impl Sizes {
     }
 }
 
-/// One rank's memory, on its GPU.
+/// One rank's memory, on its GPU, that its own passes use.
 #[derive(Debug)]
 pub(crate) struct Rank {
     pub(crate) device: Arc<Device>,
@@ -107,12 +112,7 @@ pub(crate) struct Rank {
     pub(crate) first_block: Buffer<u32>,
     pub(crate) first_run: Buffer<u32>,
     pub(crate) sources: Buffer<u64>,
-    /// Counters, then three tickets.
-    pub(crate) counters: Buffer<u32>,
     pub(crate) programs: Buffer<u8>,
-    pub(crate) stall: Buffer<u32>,
-    /// Not 0 when a rank has given up.
-    pub(crate) abort: Buffer<u32>,
     pub(crate) x: Buffer<bf16>,
     pub(crate) g: Buffer<bf16>,
     pub(crate) u: Buffer<bf16>,
@@ -121,27 +121,169 @@ pub(crate) struct Rank {
     pub(crate) dg: Buffer<bf16>,
     pub(crate) du: Buffer<bf16>,
     pub(crate) d_w_parts: Buffer<f32>,
-    pub(crate) combine: Buffer<bf16>,
-    pub(crate) d_w: Buffer<f32>,
-    /// What a forward leaves for its backward: `[tokens]`
-    pub(crate) output_gates: Buffer<f32>,
     /// Sums of a routed expert's gradients that go on in the next minibatch; where gradients are bf16.
     pub(crate) carry: Option<Buffer<f32>>,
-    pub(crate) meeting: Option<Meeting>,
+    pub(crate) routes: Option<Routes>,
     pub(crate) trace: Option<Trace>,
 }
 
-/// Of ranks with a GPU each.
+/// Of ranks with a GPU each: all ranks' routes, copied here by each forward.
 #[derive(Debug)]
-pub(crate) struct Meeting {
+pub(crate) struct Routes {
+    /// `[tokens of all, top_k]`
+    pub(crate) ids: Buffer<i32>,
+    /// Router weights, `[tokens of all, top_k]`.
+    pub(crate) factors: Buffer<f32>,
+}
+
+/// What other ranks reach of a rank, and what stands beside it: where the rank is another process, only addresses there.
+#[derive(Debug)]
+pub(crate) struct Reached {
+    pub(crate) words: Words,
+    /// Counters, then three tickets.
+    pub(crate) counters: Buffer<u32>,
+    /// `[tokens, slots, hidden]`
+    pub(crate) combine: Buffer<bf16>,
+    /// `[tokens, slots]`
+    pub(crate) d_w: Buffer<f32>,
+    /// What a forward leaves for its backward: `[tokens]`
+    pub(crate) output_gates: Buffer<f32>,
+    /// Sums of the shared experts' gradients that go on in the next run or rank; of the first rank, where gradients are
+    /// bf16.
+    pub(crate) shared_carry: Option<Buffer<f32>>,
+    /// Where the rank is a process.
+    pub(crate) staged: Option<Staged>,
+}
+
+/// Words that outlast a pass.
+#[derive(Debug)]
+pub(crate) struct Words {
+    pub(crate) stall: Buffer<u32>,
+    /// Not 0 when a rank has given up.
+    pub(crate) abort: Buffer<u32>,
     /// How often each rank has told this one that it is there: `[ranks]`
     pub(crate) met: Buffer<u32>,
     /// How often this one has: one word.
     pub(crate) epoch: Buffer<u32>,
-    /// All ranks' routes, copied here by each forward: `[tokens of all, top_k]`
+}
+
+/// A caller's rows and routes, copied to where other processes reach them.
+#[derive(Debug)]
+pub(crate) struct Staged {
+    /// `[tokens, hidden]`
+    pub(crate) x: Buffer<bf16>,
+    /// `[tokens, hidden]`
+    pub(crate) dy: Buffer<bf16>,
+    /// `[tokens, top_k]`
     pub(crate) ids: Buffer<i32>,
-    /// Their router weights.
-    pub(crate) factors: Buffer<f32>,
+    /// `[tokens, top_k]`
+    pub(crate) topk_weights: Buffer<f32>,
+    /// Of the first rank, the shared experts' gradients, gate, up and down, of the layer's type, as bytes, and the output
+    /// gate's.
+    pub(crate) shared: [Buffer<u8>; 3],
+    pub(crate) shared_output_gate: Buffer<f32>,
+}
+
+/// Where memory comes from.
+pub(crate) enum Room {
+    /// Allocations, one each.
+    Allocated,
+    /// Places in one allocation, one after the other.
+    Within {
+        /// Its address.
+        base: u64,
+        /// Bytes that are taken.
+        used: usize,
+    },
+}
+
+impl Room {
+    fn take<T: Copy>(&mut self, len: usize) -> Result<Buffer<T>> {
+        match self {
+            Room::Allocated => Buffer::new(len),
+            Room::Within { base, used } => {
+                let address = *base + *used as u64;
+                *used += (len * size_of::<T>()).next_multiple_of(256);
+                // SAFETY: whoever made the room keeps it while what was taken is used.
+                Ok(unsafe { Buffer::borrowed(address, len) })
+            }
+        }
+    }
+}
+
+impl Words {
+    pub(crate) fn new(room: &mut Room, ranks: usize) -> Result<Self> {
+        Ok(Words {
+            stall: room.take(STALL_WORDS)?,
+            abort: room.take(1)?,
+            met: room.take(ranks)?,
+            epoch: room.take(1)?,
+        })
+    }
+
+    /// Zeros: nobody has met, and no pass was given up.
+    pub(crate) fn clear(&self, stream: &Stream) -> Result<()> {
+        for words in [&self.stall, &self.abort, &self.met, &self.epoch] {
+            words.fill(0, stream)?;
+        }
+        stream.synchronize()
+    }
+
+    /// What this rank waited for when a pass was given up, and how many tiles it had pushed; `None` where none was.
+    pub(crate) fn stall(&self, rank: usize, limit: Duration) -> Result<Option<(Stall, u32)>> {
+        let s = self.stall.read()?;
+        let stall = || Stall {
+            rank,
+            task: format!("{} (block {}, {})", KINDS[s[1] as usize % KINDS.len()], s[2], s[3]),
+            counter: format!("{}[{}] of rank {rank}", COUNTERS[s[4] as usize % COUNTERS.len()], s[5]),
+            seen: s[6],
+            expected: s[7],
+            waited_ms: limit.as_millis() as u64,
+        };
+        Ok((s[0] != 0).then(|| (stall(), s[8])))
+    }
+}
+
+impl Reached {
+    /// Of `rank`; `staged`: it is a process, and the caller's rows are copied there.
+    pub(crate) fn new(
+        room: &mut Room,
+        shape: &Shape,
+        sizes: &Sizes,
+        tokens: &[usize],
+        rank: usize,
+        gradients: Precision,
+        staged: bool,
+    ) -> Result<Self> {
+        let (rows, routes) = (tokens[rank] * shape.hidden, tokens[rank] * shape.top_k);
+        // The shared experts' sums are the first rank's.
+        let shared = shape.shared.filter(|_| rank == 0);
+        let matrix = shared.map_or(0, |s| s.intermediate * shape.hidden);
+        let carried = shared.is_some() && gradients == Precision::Bf16;
+        let element = if gradients == Precision::Bf16 { size_of::<bf16>() } else { size_of::<f32>() };
+        let gate = if shared.is_some_and(|s| s.output_gate) { shape.hidden } else { 0 };
+        let stage = |room: &mut Room| -> Result<_> {
+            let mut matrix = || room.take(matrix * element);
+            let shared = [matrix()?, matrix()?, matrix()?];
+            Ok(Staged {
+                x: room.take(rows)?,
+                dy: room.take(rows)?,
+                ids: room.take(routes)?,
+                topk_weights: room.take(routes)?,
+                shared,
+                shared_output_gate: room.take(gate)?,
+            })
+        };
+        Ok(Reached {
+            words: Words::new(room, sizes.ranks)?,
+            counters: room.take(sizes.counters + TICKETS)?,
+            combine: room.take(tokens[rank] * shape.slots() * shape.hidden)?,
+            d_w: room.take(tokens[rank] * shape.slots())?,
+            output_gates: room.take(tokens[rank])?,
+            shared_carry: carried.then(|| room.take(3 * matrix)).transpose()?,
+            staged: staged.then(|| stage(room)).transpose()?,
+        })
+    }
 }
 
 /// Room for the stamps of a rank's tasks, and how many there are.
@@ -161,17 +303,19 @@ pub(crate) const STAMP_WORDS: usize = 8;
 pub(crate) const PROGRAM_BYTES: usize = 144;
 /// Tickets behind the counters, of which three are used.
 pub(crate) const TICKETS: usize = 4;
+/// Names of `program::Counter`s.
+const COUNTERS: [&str; 9] =
+    ["done", "pushed", "chain", "pulled", "grad_pulled", "hidden", "grad_hidden", "free", "met"];
 /// Words of a `Stall`.
 const STALL_WORDS: usize = 9;
 
 impl Rank {
-    /// Allocates for `tokens[rank]` tokens, on a device that is made current. `meets`: it has a GPU of its own.
+    /// Allocates, on a device that is made current. `meets`: it has a GPU of its own.
     pub(crate) fn new(
         device: &Arc<Device>,
         shape: &Shape,
         sizes: &Sizes,
         tokens: &[usize],
-        rank: usize,
         gradients: Precision,
         [meets, traced]: [bool; 2],
     ) -> Result<Self> {
@@ -180,14 +324,8 @@ impl Rank {
         let width = shape.intermediate.max(shape.shared.map_or(0, |s| s.intermediate));
         let (kept, ring, routes) =
             (sizes.kept_rows, sizes.ring_rows, tokens.iter().sum::<usize>() * shape.top_k);
-        let meeting = || -> Result<_> {
-            Ok(Meeting {
-                met: Buffer::from_host(&vec![0; sizes.ranks])?,
-                epoch: Buffer::from_host(&[0])?,
-                ids: Buffer::new(routes)?,
-                factors: Buffer::new(routes)?,
-            })
-        };
+        let routes =
+            || -> Result<_> { Ok(Routes { ids: Buffer::new(routes)?, factors: Buffer::new(routes)? }) };
         let trace = || -> Result<_> {
             Ok(Trace { stamps: Buffer::new(STAMPS * STAMP_WORDS)?, stamped: Buffer::from_host(&[0])? })
         };
@@ -200,10 +338,7 @@ impl Rank {
             first_block: Buffer::new(local + 1)?,
             first_run: Buffer::new(local + 1)?,
             sources: Buffer::new(sizes.blocks * ROW_BLOCK)?,
-            counters: Buffer::new(sizes.counters + TICKETS)?,
             programs: Buffer::new(2 * PROGRAM_BYTES)?,
-            stall: Buffer::from_host(&[0; STALL_WORDS])?,
-            abort: Buffer::from_host(&[0])?,
             x: Buffer::new(kept * shape.hidden)?,
             g: Buffer::new(kept * width)?,
             u: Buffer::new(kept * width)?,
@@ -212,27 +347,12 @@ impl Rank {
             dg: Buffer::new(ring * width)?,
             du: Buffer::new(ring * width)?,
             d_w_parts: Buffer::new(ring * width.div_ceil(256))?,
-            combine: Buffer::new(tokens[rank] * shape.slots() * shape.hidden)?,
-            d_w: Buffer::new(tokens[rank] * shape.slots())?,
-            output_gates: Buffer::new(tokens[rank])?,
             // Two slots of an expert's gate, up and down.
             carry: (gradients == Precision::Bf16)
                 .then(|| Buffer::new(2 * 3 * shape.intermediate * shape.hidden))
                 .transpose()?,
-            meeting: meets.then(meeting).transpose()?,
+            routes: meets.then(routes).transpose()?,
             trace: traced.then(trace).transpose()?,
         })
-    }
-
-    /// Forgets that a pass was given up.
-    pub(crate) fn forget_stall(&self) -> Result<()> {
-        self.device.make_current()?;
-        self.stall.fill(0, &self.stream)?;
-        self.abort.fill(0, &self.stream)?;
-        if let Some(m) = &self.meeting {
-            m.met.fill(0, &self.stream)?;
-            m.epoch.fill(0, &self.stream)?;
-        }
-        self.stream.synchronize()
     }
 }

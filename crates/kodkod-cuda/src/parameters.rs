@@ -7,16 +7,16 @@ use kodkod_core::{Biases, GradientElement, Shape};
 use crate::driver::{Buffer, Parameter, TensorMap};
 use crate::error::Result;
 use crate::layer::CudaLayer;
-use crate::memory::{PROGRAM_BYTES, Rank, STAMPS, Sizes, TICKETS};
+use crate::memory::{PROGRAM_BYTES, Reached, STAMPS, Staged, TICKETS};
 use crate::tensors::{DeviceGradients, DeviceStep, DeviceWeights};
 
 /// Addresses of a rank's rows, routes and results.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepAt {
-    x: u64,
-    dy: u64,
-    ids: u64,
-    topk_weights: u64,
+    pub(crate) x: u64,
+    pub(crate) dy: u64,
+    pub(crate) ids: u64,
+    pub(crate) topk_weights: u64,
     y: u64,
     dx: u64,
     d_topk_weights: u64,
@@ -34,6 +34,19 @@ impl StepAt {
             y: step.y.address() + rows,
             dx: step.dx.address() + rows,
             d_topk_weights: step.d_topk_weights.address() + routes,
+        }
+    }
+
+    /// What other processes reach of a rank's; its results are not among that.
+    pub(crate) fn staged(staged: &Staged) -> Self {
+        StepAt {
+            x: staged.x.address(),
+            dy: staged.dy.address(),
+            ids: staged.ids.address(),
+            topk_weights: staged.topk_weights.address(),
+            y: 0,
+            dx: 0,
+            d_topk_weights: 0,
         }
     }
 }
@@ -82,6 +95,13 @@ impl MatricesAt {
             output_gate: shared.and_then(|s| s.output_gate.as_ref()).map_or(0, Buffer::address),
         }
     }
+
+    /// The shared experts', where processes sum them.
+    pub(crate) fn share(&mut self, first_rank: &Staged) {
+        let [gate, up, down] = first_rank.shared.each_ref().map(Buffer::address);
+        (self.gate[1], self.up[1], self.down[1]) = (gate, up, down);
+        self.output_gate = first_rank.shared_output_gate.address();
+    }
 }
 
 fn biases_at(b: Option<&Biases<Buffer<f32>>>, first: usize, shape: &Shape) -> [u64; 3] {
@@ -95,11 +115,29 @@ fn biases_at(b: Option<&Biases<Buffer<f32>>>, first: usize, shape: &Shape) -> [u
 pub(crate) struct Call {
     /// Of each rank.
     pub(crate) steps: Vec<StepAt>,
-    /// Of each rank.
+    /// Of each rank that is here.
     pub(crate) weights: Vec<MatricesAt>,
-    /// Of each rank; zeros in a forward.
+    /// Of each rank that is here; zeros in a forward.
     pub(crate) gradients: Vec<MatricesAt>,
     pub(crate) accumulate: bool,
+    /// Where the rank is a process.
+    pub(crate) copies: Copies,
+}
+
+/// What a process copies before it meets the others and when it has.
+#[derive(Debug, Default)]
+pub(crate) struct Copies {
+    pub(crate) before: Vec<Copied>,
+    pub(crate) after: Vec<Copied>,
+    /// Whether the others' memory is read after the pass, so that they must meet once more.
+    pub(crate) meet: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Copied {
+    pub(crate) to: u64,
+    pub(crate) from: u64,
+    pub(crate) bytes: usize,
 }
 
 /// Maps a buffer of rows of `columns`.
@@ -123,9 +161,9 @@ impl CudaLayer {
     /// `PassParams` of a rank.
     pub(crate) fn pass_parameter(&self, pass: usize, rank: usize, call: &Call) -> Result<Parameter> {
         let (h, i) = (self.shape.hidden as u64, self.shape.intermediate as u64);
-        let local = (self.shape.experts / self.ranks.len()) as u64;
-        let memory = &self.ranks[rank];
-        let (weights, gradients, step) = (&call.weights[rank], &call.gradients[rank], &call.steps[rank]);
+        let local = (self.shape.experts / self.tokens.len()) as u64;
+        let (memory, own, here) = (self.memory(rank), &self.reached[rank], rank - self.first);
+        let (weights, gradients, step) = (&call.weights[here], &call.gradients[here], &call.steps[rank]);
         let shared = self.shape.shared.map_or(0, |s| s.intermediate as u64);
         // Of this rank's experts and of the shared: gate or up, and down.
         let (inner, outer) = ([[local * i, h], [shared, h]], [[local * h, i], [h, shared]]);
@@ -151,18 +189,18 @@ impl CudaLayer {
         rows_map(&mut p, &memory.u, width, 128)?;
 
         p.u64(memory.programs.address() + (pass * PROGRAM_BYTES) as u64).u64(memory.sources.address());
-        p.u64(memory.counters.address());
+        p.u64(own.counters.address());
         self.of_all(&mut p, |m| m.counters.address());
-        p.u64(memory.counters.address() + ((memory.counters.len() - TICKETS) * 4) as u64);
-        p.u64(memory.stall.address());
+        p.u64(own.counters.address() + ((own.counters.len() - TICKETS) * 4) as u64);
+        p.u64(own.words.stall.address());
         call.steps.iter().for_each(|s| {
             p.u64(s.x);
         });
         call.steps.iter().for_each(|s| {
             p.u64(s.dy);
         });
-        (0..self.ranks.len()).for_each(|r| {
-            p.u64(match &memory.meeting {
+        (0..self.tokens.len()).for_each(|r| {
+            p.u64(match &memory.routes {
                 Some(m) => m.factors.address() + self.first_route(r) * 4,
                 None => call.steps[r].topk_weights,
             });
@@ -189,11 +227,11 @@ impl CudaLayer {
             p.u64(routed).u64(shared);
         }
         let whole = |b: Option<&Buffer<f32>>| b.map_or(0, Buffer::address);
-        p.u64(whole(memory.carry.as_ref())).u64(whole(self.shared_carry.as_ref()));
+        p.u64(whole(memory.carry.as_ref())).u64(whole(self.reached[0].shared_carry.as_ref()));
         let comm = [self.knobs.fwd_comm_sms, self.knobs.bwd_comm_sms][pass];
         p.u32(self.tokens[rank] as u32).u32(comm as u32).u32(u32::from(call.accumulate));
         p.u64(self.limit.as_nanos() as u64);
-        self.of_all(&mut p, |m| m.abort.address());
+        self.of_all(&mut p, |m| m.words.abort.address());
         let hang = self.hang.filter(|h| h.pass == pass && h.rank == rank);
         let [kind, a, b] = hang.map_or([u32::MAX, 0, 0], |h| [h.kind, h.block, h.tile]);
         p.u32(kind).u32(a).u32(b);
@@ -205,10 +243,10 @@ impl CudaLayer {
 
     /// `ScheduleParams` of a rank.
     pub(crate) fn schedule_parameter(&self, rank: usize, steps: &[StepAt]) -> Parameter {
-        let memory = &self.ranks[rank];
+        let memory = self.memory(rank);
         let mut p = Parameter::new();
         for (r, step) in steps.iter().enumerate() {
-            p.u64(match &memory.meeting {
+            p.u64(match &memory.routes {
                 Some(m) => m.ids.address() + self.first_route(r) * 4,
                 None => step.ids,
             });
@@ -222,15 +260,13 @@ impl CudaLayer {
 
     /// `MeetParams` of a rank whose ranks meet.
     pub(crate) fn meet_parameter(&self, rank: usize, leaving: bool) -> Parameter {
-        let memory = &self.ranks[rank];
-        let meeting =
-            |m: &Rank, which: fn(&crate::memory::Meeting) -> u64| m.meeting.as_ref().map_or(0, which);
+        let words = &self.reached[rank].words;
         let mut p = Parameter::new();
         p.u32(rank as u32).u32(u32::from(leaving));
-        self.of_all(&mut p, |m| meeting(m, |m| m.met.address()));
-        p.u64(meeting(memory, |m| m.epoch.address()));
-        self.of_all(&mut p, |m| m.abort.address());
-        p.u64(memory.stall.address()).u64(self.limit.as_nanos() as u64);
+        self.of_all(&mut p, |m| m.words.met.address());
+        p.u64(words.epoch.address());
+        self.of_all(&mut p, |m| m.words.abort.address());
+        p.u64(words.stall.address()).u64(self.limit.as_nanos() as u64);
         p
     }
 
@@ -244,13 +280,13 @@ impl CudaLayer {
             p.u64(s.topk_weights);
         });
         self.counts(&mut p);
-        let meeting = self.ranks[rank].meeting.as_ref();
-        p.u64(meeting.map_or(0, |m| m.ids.address())).u64(meeting.map_or(0, |m| m.factors.address()));
+        let routes = self.memory(rank).routes.as_ref();
+        p.u64(routes.map_or(0, |r| r.ids.address())).u64(routes.map_or(0, |r| r.factors.address()));
         p
     }
 
-    fn of_all(&self, p: &mut Parameter, address: impl Fn(&Rank) -> u64) {
-        self.ranks.iter().for_each(|rank| {
+    fn of_all(&self, p: &mut Parameter, address: impl Fn(&Reached) -> u64) {
+        self.reached.iter().for_each(|rank| {
             p.u64(address(rank));
         });
     }
@@ -268,16 +304,16 @@ impl CudaLayer {
     }
 
     /// A `program::Program` as far as the host knows it; the schedule fills in the rest.
-    pub(crate) fn program(&self, pass: u32, rank: usize, sizes: &Sizes) -> Vec<u8> {
-        let memory = &self.ranks[rank];
+    pub(crate) fn program(&self, pass: u32, rank: usize) -> Vec<u8> {
+        let memory = self.memory(rank);
         let shape = &self.shape;
         let widths = [shape.intermediate, shape.shared.map_or(0, |s| s.intermediate)];
         let cut = |n: usize, by: usize| n.div_ceil(by) as u32;
         let mut p = Parameter::new();
-        p.u32(pass).u32(rank as u32).u32(self.ranks.len() as u32);
+        p.u32(pass).u32(rank as u32).u32(self.tokens.len() as u32);
         p.u64(memory.rows.address()).u64(memory.first_block.address()).u64(memory.first_run.address());
-        p.u32((memory.rows.len()) as u32).u32((shape.experts / self.ranks.len()) as u32);
-        p.u32(sizes.per_minibatch).u32(0).u32(0).u32(0).u32(0);
+        p.u32((memory.rows.len()) as u32).u32((shape.experts / self.tokens.len()) as u32);
+        p.u32(self.sizes.per_minibatch).u32(0).u32(0).u32(0).u32(0);
         widths.iter().for_each(|&w| {
             p.u32(cut(w, 128));
         });

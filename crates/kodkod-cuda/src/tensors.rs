@@ -185,3 +185,66 @@ impl DeviceStep {
         Ok(step)
     }
 }
+
+/// `Ok` where all that is on a GPU of a step, weights and gradients fits `own`, the shape with the experts that are there, and
+/// `tokens`.
+///
+/// # Errors
+/// [`kodkod_core::Error::Length`] that names the argument.
+pub fn check_part<T: GradientElement>(
+    own: &Shape,
+    tokens: usize,
+    step: &DeviceStep,
+    weights: &DeviceWeights,
+    gradients: Option<&DeviceGradients<T>>,
+) -> kodkod_core::Result<()> {
+    let (h, i) = (("hidden", own.hidden), ("intermediate", own.intermediate));
+    let (e, k, t) = (("experts", own.experts), ("top_k", own.top_k), ("tokens", tokens));
+    let len = kodkod_core::Error::check_len;
+    for (name, rows) in [("x", &step.x), ("dy", &step.dy), ("y", &step.y), ("dx", &step.dx)] {
+        len(name, rows.len(), &[t, h])?;
+    }
+    len("topk_ids", step.ids.len(), &[t, k])?;
+    len("topk_weights", step.topk_weights.len(), &[t, k])?;
+    len("d_topk_weights", step.d_topk_weights.len(), &[t, k])?;
+    len("w_gate", weights.gate.len(), &[e, i, h])?;
+    len("w_up", weights.up.len(), &[e, i, h])?;
+    len("w_down", weights.down.len(), &[e, h, i])?;
+    if own.biases {
+        let b = weights.biases.as_ref();
+        len("b_gate", b.map_or(0, |b| b.gate.len()), &[e, i])?;
+        len("b_up", b.map_or(0, |b| b.up.len()), &[e, i])?;
+        len("b_down", b.map_or(0, |b| b.down.len()), &[e, h])?;
+    }
+    if let Some(shared) = own.shared {
+        let (s, w) = (("shared intermediate", shared.intermediate), weights.shared.as_ref());
+        len("shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
+        len("shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
+        len("shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
+        if shared.output_gate {
+            let gate = w.and_then(|w| w.output_gate.as_ref());
+            len("shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
+        }
+    }
+    let Some(g) = gradients else { return Ok(()) };
+    len("dw_gate", g.gate.len(), &[e, i, h])?;
+    len("dw_up", g.up.len(), &[e, i, h])?;
+    len("dw_down", g.down.len(), &[e, h, i])?;
+    if own.biases {
+        let b = g.biases.as_ref();
+        len("db_gate", b.map_or(0, |b| b.gate.len()), &[e, i])?;
+        len("db_up", b.map_or(0, |b| b.up.len()), &[e, i])?;
+        len("db_down", b.map_or(0, |b| b.down.len()), &[e, h])?;
+    }
+    if let Some(shared) = own.shared {
+        let (s, w) = (("shared intermediate", shared.intermediate), g.shared.as_ref());
+        len("d_shared_gate", w.map_or(0, |w| w.gate.len()), &[s, h])?;
+        len("d_shared_up", w.map_or(0, |w| w.up.len()), &[s, h])?;
+        len("d_shared_down", w.map_or(0, |w| w.down.len()), &[h, s])?;
+        if shared.output_gate {
+            let gate = w.and_then(|w| w.output_gate.as_ref());
+            len("d_shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
+        }
+    }
+    Ok(())
+}

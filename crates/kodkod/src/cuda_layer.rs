@@ -16,9 +16,9 @@ use kodkod_cuda::driver::{Buffer, Device};
 use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Part};
 
 /// Most ranks, on one GPU or several.
-const MOST_RANKS: usize = 8;
+pub(crate) const MOST_RANKS: usize = 8;
 /// Splits of tokens that a layer keeps buffers for; as many are kept of layers that are gone.
-const MOST_HELD: usize = 2;
+pub(crate) const MOST_HELD: usize = 2;
 
 /// Ranks that share one GPU, or have one each.
 pub(crate) struct CudaGroup {
@@ -48,7 +48,7 @@ static PASS: Mutex<()> = Mutex::new(());
 /// Numbers the forwards of this process.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -274,7 +274,7 @@ fn pair<'a, 'b, T: Copy>(
     pairs
 }
 
-fn write_weights(on_gpu: &DeviceWeights, w: &Weights<bf16>) -> Result<()> {
+pub(crate) fn write_weights(on_gpu: &DeviceWeights, w: &Weights<bf16>) -> Result<()> {
     on_gpu.gate.write(w.gate)?;
     on_gpu.up.write(w.up)?;
     on_gpu.down.write(w.down)?;

@@ -7,6 +7,7 @@ use kodkod_cpu::{CpuGroup, CpuOptions, ProcessGroup};
 
 use crate::Isa;
 use crate::cuda_layer::CudaGroup;
+use crate::cuda_process::{CudaOptions, CudaProcess};
 
 /// The ranks that share the experts of a layer. Cheap to clone: clones are the same group. Layers of a group share
 /// its threads and memory; one pass runs at a time.
@@ -31,6 +32,7 @@ pub(crate) enum Machine {
     Cpu(Arc<CpuGroup>),
     Processes(Arc<ProcessGroup>),
     Cuda(Arc<CudaGroup>),
+    CudaProcess(Arc<CudaProcess>),
 }
 
 impl ExpertGroup {
@@ -101,12 +103,35 @@ impl ExpertGroup {
         Ok(ExpertGroup { machine: Machine::Cuda(Arc::new(CudaGroup::new(&[device], ranks)?)) })
     }
 
+    /// This process as rank `rank` of `ranks` processes of this host, on the GPU `device` (as this process numbers them), for
+    /// a [`RankLayer`](crate::RankLayer) or a [`DeviceRankLayer`](crate::DeviceRankLayer). The processes meet as those of
+    /// [`ExpertGroup::cpu_processes`] do, `name` means the same; their kernels reach each other's memory by CUDA IPC, so the
+    /// GPUs need peer access (NVLink), and containers one IPC namespace.
+    ///
+    /// Ranks may be on one GPU, to try it: it runs them by turns, each for milliseconds, so that their waits for each other
+    /// are long.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an argument that is out of range; [`Error::Machine`] that names the ranks which did not come
+    /// within the limit, or that disagree; where one rank's GPU cannot be used, on every rank.
+    pub fn cuda_ipc(
+        rank: usize,
+        ranks: usize,
+        name: &str,
+        device: usize,
+        options: CudaOptions,
+    ) -> Result<Self> {
+        let group = CudaProcess::join(rank, ranks, name, device, &options)?;
+        Ok(ExpertGroup { machine: Machine::CudaProcess(Arc::new(group)) })
+    }
+
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.options().ranks,
             Machine::Processes(group) => group.options().ranks,
             Machine::Cuda(cuda) => cuda.ranks,
+            Machine::CudaProcess(group) => group.ranks(),
         }
     }
 
@@ -114,6 +139,7 @@ impl ExpertGroup {
     pub fn rank(&self) -> Option<usize> {
         match &self.machine {
             Machine::Processes(group) => Some(group.rank()),
+            Machine::CudaProcess(group) => Some(group.rank()),
             Machine::Cpu(_) | Machine::Cuda(_) => None,
         }
     }
@@ -124,6 +150,7 @@ impl ExpertGroup {
     pub fn refuse(&self, why: Error) -> Error {
         match &self.machine {
             Machine::Processes(group) => group.refuse(why),
+            Machine::CudaProcess(group) => group.refuse(why),
             Machine::Cpu(_) | Machine::Cuda(_) => why,
         }
     }
@@ -133,7 +160,7 @@ impl ExpertGroup {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.threads(),
             Machine::Processes(group) => group.threads(),
-            Machine::Cuda(_) => 0,
+            Machine::Cuda(_) | Machine::CudaProcess(_) => 0,
         }
     }
 
@@ -142,7 +169,7 @@ impl ExpertGroup {
         match &self.machine {
             Machine::Cpu(cpu) => Some(cpu.isa()),
             Machine::Processes(group) => Some(group.isa()),
-            Machine::Cuda(_) => None,
+            Machine::Cuda(_) | Machine::CudaProcess(_) => None,
         }
     }
 
@@ -155,6 +182,7 @@ impl ExpertGroup {
                 [device] => device.name().to_owned(),
                 devices => format!("{} GPUs: {}", devices.len(), devices[0].name()),
             },
+            Machine::CudaProcess(group) => format!("a process a GPU: {}", group.device.name()),
         }
     }
 
@@ -164,7 +192,7 @@ impl ExpertGroup {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.memory(),
             Machine::Processes(group) => group.memory(),
-            Machine::Cuda(_) => (0, 0),
+            Machine::Cuda(_) | Machine::CudaProcess(_) => (0, 0),
         }
     }
 
@@ -173,7 +201,7 @@ impl ExpertGroup {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.trim(),
             Machine::Processes(group) => group.trim(),
-            Machine::Cuda(_) => {}
+            Machine::Cuda(_) | Machine::CudaProcess(_) => {}
         }
     }
 
@@ -189,6 +217,9 @@ impl std::fmt::Debug for ExpertGroup {
             Machine::Cpu(cpu) => text.field("cpu", cpu.options()),
             Machine::Processes(group) => text.field("rank", &group.rank()).field("cpu", group.options()),
             Machine::Cuda(cuda) => text.field("cuda", &cuda.devices).field("ranks", &cuda.ranks),
+            Machine::CudaProcess(group) => {
+                text.field("rank", &group.rank()).field("ranks", &group.ranks()).field("cuda", &group.device)
+            }
         };
         text.finish_non_exhaustive()
     }

@@ -92,7 +92,7 @@ impl<T: Element> MoeLayer<T> {
         experts_per_rank(&shape, group.ranks())?;
         let machine = match group.machine() {
             Machine::Cpu(cpu) => LayerMachine::Cpu(cpu.clone()),
-            Machine::Processes(_) => {
+            Machine::Processes(_) | Machine::CudaProcess(_) => {
                 let allowed = "a layer over all ranks needs them in one process; for a group of processes there is RankLayer";
                 return Err(Error::invalid("group", "of processes", allowed));
             }
@@ -217,13 +217,13 @@ impl<T: Element> MoeLayer<T> {
 }
 
 /// Elements of a layer that is known to be in bf16, as such.
-fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
+pub(crate) fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
     assert_eq!(TypeId::of::<T>(), TypeId::of::<bf16>(), "a GPU's layer is in bf16");
     // SAFETY: the two types are the same.
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
 }
 
-fn weights_as_bf16<'a, T: Element>(w: &Weights<'a, T>) -> Weights<'a, bf16> {
+pub(crate) fn weights_as_bf16<'a, T: Element>(w: &Weights<'a, T>) -> Weights<'a, bf16> {
     Weights {
         gate: as_bf16(w.gate),
         up: as_bf16(w.up),
@@ -238,7 +238,7 @@ fn weights_as_bf16<'a, T: Element>(w: &Weights<'a, T>) -> Weights<'a, bf16> {
     }
 }
 
-fn from_bf16<T: Element>(elements: Vec<bf16>) -> Vec<T> {
+pub(crate) fn from_bf16<T: Element>(elements: Vec<bf16>) -> Vec<T> {
     let any: Box<dyn Any> = Box::new(elements);
     *any.downcast().expect("a GPU's layer is in bf16")
 }

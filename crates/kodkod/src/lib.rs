@@ -4,10 +4,12 @@
 pub use kodkod_cuda as cuda;
 
 mod cuda_layer;
+mod cuda_process;
 mod group;
 mod layer;
 mod rank_layer;
 
+pub use cuda_process::{CudaOptions, DeviceContext, DeviceRankLayer};
 pub use group::ExpertGroup;
 pub use half::bf16;
 pub use kodkod_core::*;

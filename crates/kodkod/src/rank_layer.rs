@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use kodkod_core::schedule::experts_per_rank;
-use kodkod_core::{Error, GradientElement, Knobs, Result, Shape, WeightGradients, Weights};
+use kodkod_core::{Error, GradientElement, Knobs, Precision, Result, Shape, WeightGradients, Weights};
 use kodkod_cpu::{Element, ProcessGroup, RankSaved};
 
+use crate::cuda_process::{RankOnGpu, RankSavedOnGpu};
 use crate::group::{ExpertGroup, Machine};
+use crate::layer::{as_bf16, from_bf16, weights_as_bf16};
 
-/// One rank's part of a layer, in a group of processes ([`ExpertGroup::cpu_processes`]): it takes this rank's tokens and the
+/// One rank's part of a layer, in a group of processes ([`ExpertGroup::cpu_processes`], [`ExpertGroup::cuda_ipc`]): it takes this rank's tokens and the
 /// weights of its own experts, and gives their results, with the same bits as a [`MoeLayer`](crate::MoeLayer) over all
 /// tokens and weights. Rank r of R holds experts r E/R to (r + 1) E/R - 1; token counts may differ, and be 0.
 ///
@@ -37,16 +39,43 @@ use crate::group::{ExpertGroup, Machine};
 /// ```
 #[derive(Clone)]
 pub struct RankLayer<T> {
-    group: Arc<ProcessGroup>,
+    machine: RankMachine,
     shape: Shape,
     knobs: Knobs,
     own_experts: Shape,
     _elements: std::marker::PhantomData<T>,
 }
 
+#[derive(Clone)]
+enum RankMachine {
+    Cpu(Arc<ProcessGroup>),
+    Cuda(Arc<RankOnGpu>),
+}
+
 /// What a rank's forward keeps for its backward.
 pub struct RankContext<T> {
-    saved: RankSaved<T>,
+    saved: SavedOn<T>,
+}
+
+enum SavedOn<T> {
+    Cpu(RankSaved<T>),
+    Cuda(RankSavedOnGpu),
+}
+
+impl<T> RankContext<T> {
+    fn shape(&self) -> &Shape {
+        match &self.saved {
+            SavedOn::Cpu(saved) => saved.shape(),
+            SavedOn::Cuda(saved) => &saved.shape,
+        }
+    }
+
+    fn tokens(&self) -> usize {
+        match &self.saved {
+            SavedOn::Cpu(saved) => saved.tokens(),
+            SavedOn::Cuda(saved) => saved.routing.tokens(),
+        }
+    }
 }
 
 impl<T: Element> RankLayer<T> {
@@ -54,18 +83,26 @@ impl<T: Element> RankLayer<T> {
     ///
     /// # Errors
     /// [`Error::Invalid`] where a size or a knob is not allowed, the ranks do not divide the experts, or the group is not one
-    /// of processes.
+    /// of processes; on GPUs also where `T` is `f32`, or a width is no multiple of 64.
     pub fn new(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
         shape.validate()?;
         knobs.validate()?;
         let experts = experts_per_rank(&shape, group.ranks())?;
-        let Machine::Processes(group) = group.machine() else {
-            let allowed =
-                "a rank's layer needs ExpertGroup::cpu_processes; for other groups there is MoeLayer";
-            return Err(Error::invalid("group", "in one process", allowed));
+        let machine = match group.machine() {
+            Machine::Processes(group) => RankMachine::Cpu(group.clone()),
+            Machine::CudaProcess(_) if T::PRECISION == Precision::F32 => {
+                let allowed = "a GPU computes in bf16; for f32 there is ExpertGroup::cpu_processes";
+                return Err(Error::invalid("precision", "f32", allowed));
+            }
+            Machine::CudaProcess(_) => RankMachine::Cuda(Arc::new(RankOnGpu::new(group, &shape, &knobs)?)),
+            Machine::Cpu(_) | Machine::Cuda(_) => {
+                let allowed = "a rank's layer needs ExpertGroup::cpu_processes or cuda_ipc; for other groups there is \
+                               MoeLayer";
+                return Err(Error::invalid("group", "in one process", allowed));
+            }
         };
         let own_experts = Shape { experts, ..shape.clone() };
-        Ok(RankLayer { group: group.clone(), shape, knobs, own_experts, _elements: std::marker::PhantomData })
+        Ok(RankLayer { machine, shape, knobs, own_experts, _elements: std::marker::PhantomData })
     }
 
     /// The layer's shape.
@@ -100,7 +137,16 @@ impl<T: Element> RankLayer<T> {
         topk_weights: &[f32],
         weights: &Weights<T>,
     ) -> Result<(Vec<T>, RankContext<T>)> {
-        let (y, saved) = self.group.forward(&self.shape, &self.knobs, x, ids, topk_weights, weights)?;
+        let (y, saved) = match &self.machine {
+            RankMachine::Cpu(group) => {
+                let (y, saved) = group.forward(&self.shape, &self.knobs, x, ids, topk_weights, weights)?;
+                (y, SavedOn::Cpu(saved))
+            }
+            RankMachine::Cuda(gpu) => {
+                let (y, saved) = gpu.forward(as_bf16(x), ids, topk_weights, &weights_as_bf16(weights))?;
+                (from_bf16(y), SavedOn::Cuda(saved))
+            }
+        };
         Ok((y, RankContext { saved }))
     }
 
@@ -123,18 +169,40 @@ impl<T: Element> RankLayer<T> {
         gradients: WeightGradients<&mut [G], &mut [f32]>,
         accumulate: bool,
     ) -> Result<(Vec<T>, Vec<f32>)> {
-        if *context.saved.shape() != self.shape {
-            let allowed = "the context of this layer's forward is needed";
-            return Err(self.group.refuse(Error::invalid("context", "of another shape", allowed)));
+        let allowed = "the context of this layer's forward is needed";
+        if *context.shape() != self.shape {
+            return Err(self.refuse(Error::invalid("context", "of another shape", allowed)));
         }
-        self.group.backward(&context.saved, dy, x, weights, gradients, accumulate)
+        match (&self.machine, &context.saved) {
+            (RankMachine::Cpu(group), SavedOn::Cpu(saved)) => {
+                group.backward(saved, dy, x, weights, gradients, accumulate)
+            }
+            (RankMachine::Cuda(gpu), SavedOn::Cuda(saved)) => {
+                let weights = weights_as_bf16(weights);
+                let (dx, d_topk_weights) =
+                    gpu.backward(saved, as_bf16(dy), as_bf16(x), &weights, gradients, accumulate)?;
+                Ok((from_bf16(dx), d_topk_weights))
+            }
+            _ => Err(self.refuse(Error::invalid("context", "of another machine", allowed))),
+        }
+    }
+
+    fn refuse(&self, why: Error) -> Error {
+        match &self.machine {
+            RankMachine::Cpu(group) => group.refuse(why),
+            RankMachine::Cuda(gpu) => gpu.refuse(why),
+        }
     }
 }
 
 impl<T> std::fmt::Debug for RankLayer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let rank = match &self.machine {
+            RankMachine::Cpu(group) => group.rank(),
+            RankMachine::Cuda(gpu) => gpu.rank(),
+        };
         f.debug_struct("RankLayer")
-            .field("rank", &self.group.rank())
+            .field("rank", &rank)
             .field("shape", &self.shape)
             .field("knobs", &self.knobs)
             .finish_non_exhaustive()
@@ -144,8 +212,8 @@ impl<T> std::fmt::Debug for RankLayer<T> {
 impl<T> std::fmt::Debug for RankContext<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RankContext")
-            .field("shape", self.saved.shape())
-            .field("tokens", &self.saved.tokens())
+            .field("shape", self.shape())
+            .field("tokens", &self.tokens())
             .finish_non_exhaustive()
     }
 }

@@ -1,0 +1,665 @@
+//! Ranks that are processes with a GPU each. On the host they meet, agree and fail together in a shared file, as the CPU's do
+//! (`kodkod_cpu::Processes`); on the GPUs their kernels reach each other's memory, which CUDA IPC maps.
+//!
+//! ```text
+//! agree      each rank says what its call is, and which buffers it has; all see the same
+//! make room  where a rank has none of that size: allocate, compile, map
+//! launch     the ranks' kernels meet each other; the host goes on
+//! finish     waits, and looks whether the others live
+//! ```
+
+use std::any::Any;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use kodkod_core::schedule::experts_per_rank;
+use kodkod_core::{
+    Error, GradientElement, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights,
+};
+use kodkod_cpu::{Facts, Fault, Processes, facts};
+use kodkod_cuda::driver::{Device, Event, IpcHandle, Stream};
+use kodkod_cuda::{
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, SymmetricMemory, check_part, new_gradients,
+};
+
+use crate::cuda_layer::{MOST_HELD, MOST_RANKS, lock, write_weights};
+use crate::group::{ExpertGroup, Machine};
+
+/// How a group of processes with a GPU each runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CudaOptions {
+    /// How long a rank waits for others: when they meet, to begin a call, and for a counter in a pass.
+    pub wait_limit: Duration,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        CudaOptions { wait_limit: Duration::from_secs(60) }
+    }
+}
+
+/// How often a rank that waits for its GPU looks whether the others live.
+const TICK: Duration = Duration::from_millis(20);
+/// How long a process may take to die, or kernels to notice that they are to give up.
+const GRACE: Duration = Duration::from_secs(3);
+/// Symmetric memory grows by so many bytes.
+const STEP: usize = 32 << 20;
+
+/// One rank of a group of processes, and its GPU.
+pub(crate) struct CudaProcess {
+    state: Mutex<State>,
+    rank: usize,
+    ranks: usize,
+    /// How many of the ranks are on this GPU.
+    sharing: usize,
+    wait_limit: Duration,
+    pub(crate) device: Arc<Device>,
+}
+
+struct State {
+    processes: Processes,
+    /// Mapped by all.
+    memory: Option<SymmetricMemory>,
+    /// What a caller's stream had before the last pass.
+    before: Event,
+    /// The last pass.
+    last: Event,
+}
+
+impl CudaProcess {
+    pub(crate) fn join(
+        rank: usize,
+        ranks: usize,
+        name: &str,
+        device: usize,
+        options: &CudaOptions,
+    ) -> Result<Self> {
+        if ranks == 0 || ranks > MOST_RANKS {
+            return Err(Error::invalid("ranks", ranks, format!("1 to {MOST_RANKS} are allowed on GPUs")));
+        }
+        let mut processes = Processes::join(rank, ranks, name, options.wait_limit)?;
+        // Only now, so that the others hear of it.
+        let open = || -> kodkod_cuda::Result<_> {
+            let device = Device::new(device)?;
+            let uuid = device.uuid()?;
+            Ok((device, uuid, Event::new()?, Event::new()?))
+        };
+        let opened = open().map_err(Error::from);
+        let said = processes.exchange("the choice of GPUs", opened.as_ref().map(|o| &o.1[..]));
+        let said = processes.settle(said)?;
+        let (device, uuid, before, last) = opened?;
+        let sharing = said.iter().filter(|&other| *other == uuid).count();
+        let state = Mutex::new(State { processes, memory: None, before, last });
+        Ok(CudaProcess { state, rank, ranks, sharing, wait_limit: options.wait_limit, device })
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(crate) fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    pub(crate) fn refuse(&self, why: Error) -> Error {
+        lock(&self.state).processes.refuse(why)
+    }
+
+    /// One call of the group, unless it is broken.
+    fn call<R>(&self, call: impl FnOnce(&mut State) -> Result<R, Fault>) -> Result<R> {
+        let mut state = lock(&self.state);
+        state.processes.usable()?;
+        let outcome = call(&mut state);
+        state.processes.settle(outcome)
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.call(|state| {
+            let wait_limit = self.wait_limit;
+            let lost = |state: &State, error: kodkod_cuda::Error| self.lost(state, &error);
+            let start = Instant::now();
+            let mut looked = start;
+            self.device.make_current().map_err(|e| lost(state, e))?;
+            while !state.last.is_done().map_err(|e| lost(state, e))? {
+                if looked.elapsed() >= TICK {
+                    looked = Instant::now();
+                    if let Err(fault) = state.processes.sound() {
+                        state.give_up();
+                        return Err(fault);
+                    }
+                }
+                match start.elapsed() < Duration::from_micros(200) {
+                    true => std::hint::spin_loop(),
+                    false => std::thread::sleep(Duration::from_micros(20)),
+                }
+            }
+            let stall = state.memory.as_ref().map(|memory| memory.stall(wait_limit)).transpose();
+            match stall.map_err(|e| lost(state, e))?.flatten() {
+                // That a rank is dead explains why another waited for it.
+                Some(stall) => state.processes.sound().and(Err(state.processes.stalled(&stall))),
+                None => {
+                    state.processes.pass_done();
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    /// The driver failed. Where a rank has died, with the memory that this one's kernels reach, that is why.
+    fn lost(&self, state: &State, error: &kodkod_cuda::Error) -> Fault {
+        let end = Instant::now() + GRACE;
+        while Instant::now() < end && self.ranks > 1 {
+            if let Err(fault) = state.processes.sound() {
+                return fault;
+            }
+            std::thread::sleep(TICK);
+        }
+        state.processes.fail(&format!("rank {}: {error}", self.rank))
+    }
+}
+
+impl State {
+    /// Stops the kernels of this rank that wait, so that the GPU is idle.
+    fn give_up(&self) {
+        // Where even this fails there is nothing to stop.
+        let stopped = self.memory.as_ref().is_some_and(|memory| memory.abort().is_ok());
+        let end = Instant::now() + GRACE;
+        while stopped && matches!(self.last.is_done(), Ok(false)) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for CudaProcess {
+    fn drop(&mut self) {
+        // The others need this rank until its passes have ended. What went wrong, a call has told or nobody asks.
+        let _ = self.finish();
+    }
+}
+
+/// One rank's part of a layer in a group of processes with a GPU each ([`ExpertGroup::cuda_ipc`]), for rows, weights and
+/// gradients that are on its GPU already; else as [`RankLayer`](crate::RankLayer). Its calls return when the work is
+/// queued. They run one after the other, whichever streams they are called with.
+///
+/// All ranks make the same calls in the same order. A call waits on the host until all ranks have made it.
+pub struct DeviceRankLayer {
+    /// The last used first.
+    held: Mutex<Vec<Held>>,
+    group: Arc<CudaProcess>,
+    shape: Shape,
+    knobs: Knobs,
+    own_experts: Shape,
+}
+
+/// Kernels and buffers for one split of tokens.
+struct Held {
+    tokens: Vec<usize>,
+    layer: CudaLayer,
+    /// The forward whose rows are in the buffers.
+    forward: Option<u64>,
+}
+
+/// Which forward a backward belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceContext {
+    forward: u64,
+    tokens: usize,
+}
+
+impl DeviceContext {
+    /// Tokens of this rank.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+}
+
+impl DeviceRankLayer {
+    /// This rank's part of a layer of `shape`, which counts the experts of all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where a size or a knob is not allowed on a GPU, the ranks do not divide the experts, or the group is
+    /// not one of [`ExpertGroup::cuda_ipc`].
+    pub fn new(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
+        let Machine::CudaProcess(group) = group.machine() else {
+            let allowed = "one of ExpertGroup::cuda_ipc is needed";
+            return Err(Error::invalid("group", "of another kind", allowed));
+        };
+        CudaLayer::defines(&shape, &knobs, &vec![0; group.ranks], Precision::F32)?;
+        let own_experts = Shape { experts: experts_per_rank(&shape, group.ranks)?, ..shape.clone() };
+        Ok(DeviceRankLayer { held: Mutex::default(), group: group.clone(), shape, knobs, own_experts })
+    }
+
+    /// The shape with this rank's experts alone: that of its weights and their gradients.
+    pub fn own_experts(&self) -> &Shape {
+        &self.own_experts
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.group.device
+    }
+
+    /// `step.y` for this rank's `step.x`, ids and router weights, after what is in `stream`, which goes on when it is done.
+    /// `gradients`: what the backward will store gradients in; where it stores them in another type, the forward runs again.
+    /// The step's buffers are all there, also those that a forward does not touch.
+    ///
+    /// # Errors
+    /// As for [`RankLayer::forward`](crate::RankLayer::forward), but that ids are not looked at. What goes wrong on the GPUs
+    /// is an error of [`DeviceRankLayer::finish`], or of a later call.
+    pub fn forward(
+        &self,
+        step: &DeviceStep,
+        weights: &DeviceWeights,
+        gradients: Precision,
+        stream: &Stream,
+    ) -> Result<DeviceContext> {
+        let own = self.check::<f32>(step, weights, None);
+        let facts = self.facts("forward".into(), gradients);
+        self.group.call(|state| {
+            let mut all = lock(&self.held);
+            let ready = self.ready(state, &mut all, "a forward", own.as_ref().copied(), &facts, gradients)?;
+            let (held, forward) = (ready.held, ready.call);
+            held.forward = None;
+            self.launch(state, held, stream, "a forward", |held, memory| {
+                held.layer.forward_in(memory, step, weights)
+            })?;
+            held.forward = Some(forward);
+            Ok(DeviceContext { forward, tokens: own.map_err(Fault::Refused)? })
+        })
+    }
+
+    /// `step.dx`, `step.d_topk_weights` and `gradients`, those of this rank's experts and the shared experts', for the
+    /// `step.dy` of a forward's step and weights. Where another forward of this layer came between, the forward runs again
+    /// first, and writes `step.y` again, with the same bits.
+    ///
+    /// The shared experts' gradients come out whole on every rank: see [`RankLayer::backward`](crate::RankLayer::backward).
+    ///
+    /// # Errors
+    /// As for [`DeviceRankLayer::forward`].
+    pub fn backward<G: GradientElement>(
+        &self,
+        context: &DeviceContext,
+        step: &DeviceStep,
+        weights: &DeviceWeights,
+        gradients: &DeviceGradients<G>,
+        accumulate: bool,
+        stream: &Stream,
+    ) -> Result<()> {
+        let own =
+            self.check(step, weights, Some(gradients)).and_then(|tokens| match tokens == context.tokens {
+                true => Ok(tokens),
+                false => {
+                    let allowed = format!("the forward had {}", context.tokens);
+                    Err(Error::invalid("tokens", tokens, allowed))
+                }
+            });
+        let mut facts = self.facts(format!("backward of call {}", context.forward), G::PRECISION);
+        facts.push(("accumulate", accumulate.to_string()));
+        self.group.call(|state| {
+            let mut all = lock(&self.held);
+            let own = own.as_ref().copied();
+            let ready = self.ready(state, &mut all, "a backward", own, &facts, G::PRECISION)?;
+            let (held, again) = (ready.held, ready.forwards.iter().any(|f| *f != Some(context.forward)));
+            held.forward = None;
+            self.launch(state, held, stream, "a backward", |held, memory| {
+                if again {
+                    held.layer.forward_in(memory, step, weights)?;
+                }
+                held.layer.backward_in(memory, step, weights, gradients, accumulate)
+            })?;
+            held.forward = Some(context.forward);
+            Ok(())
+        })
+    }
+
+    /// Waits until the group's passes are done on this GPU, those of other layers too.
+    ///
+    /// # Errors
+    /// [`Error::Machine`] that names a rank which died or left, or why a GPU failed; [`Error::Stalled`] where a rank waited
+    /// for longer than the limit. The group is broken then, on all ranks.
+    pub fn finish(&self) -> Result<()> {
+        self.group.finish()
+    }
+
+    fn check<G: GradientElement>(
+        &self,
+        step: &DeviceStep,
+        weights: &DeviceWeights,
+        gradients: Option<&DeviceGradients<G>>,
+    ) -> Result<usize> {
+        let tokens = step.ids.len() / self.shape.top_k;
+        check_part(&self.own_experts, tokens, step, weights, gradients)?;
+        Ok(tokens)
+    }
+
+    fn facts(&self, pass: String, gradients: Precision) -> Facts {
+        let mut facts = facts("CUDA", pass, Precision::Bf16, &self.shape, &self.knobs);
+        facts.push(("gradients", gradients.to_string()));
+        facts
+    }
+
+    /// Agrees on a call, and sees that every rank has kernels and buffers for it.
+    fn ready<'a>(
+        &self,
+        state: &mut State,
+        all: &'a mut Vec<Held>,
+        what: &str,
+        own: Result<usize, &Error>,
+        facts: &Facts,
+        gradients: Precision,
+    ) -> Result<Ready<'a>, Fault> {
+        let split = |tokens: &[usize]| format!("{tokens:?}");
+        // Which splits this rank has buffers for, and which forward is in them.
+        let of_type = |held: &&Held| held.layer.gradients() == gradients;
+        let name = |held: &Held| format!("{}:{}", split(&held.tokens), held.forward.unwrap_or(0));
+        let has = all.iter().filter(of_type).map(name).collect::<Vec<_>>().join(";");
+        let (tokens, have) = state.processes.agree(what, own, &has, facts)?;
+        let call = state.processes.calls();
+        let wanted = split(&tokens);
+        let forwards: Vec<_> = have
+            .iter()
+            .map(|has| {
+                let mut pairs = has.split(';').filter_map(|pair| pair.split_once(':'));
+                pairs.find(|(split, _)| *split == wanted).and_then(|(_, forward)| forward.parse::<u64>().ok())
+            })
+            .collect();
+        let bytes = SymmetricMemory::bytes_for(&self.shape, &self.knobs, &tokens, gradients);
+        let bytes = bytes.map_err(|e| Fault::Refused(e.into()))?;
+        if forwards.iter().any(Option::is_none) || state.memory.as_ref().is_none_or(|m| m.bytes() < bytes) {
+            self.make_room(state, all, &tokens, gradients, bytes)?;
+        }
+        match all.iter().position(|held| held.tokens == tokens && of_type(&held)) {
+            Some(at) => all[..=at].rotate_right(1),
+            None => return Err(state.processes.fail("internal error: no buffers for a call")),
+        }
+        Ok(Ready { held: &mut all[0], call, forwards })
+    }
+
+    /// Allocates and compiles what this rank lacks, and maps the others' memory anew where it has become too small. What
+    /// fails on one rank refuses the call on all.
+    fn make_room(
+        &self,
+        state: &mut State,
+        all: &mut Vec<Held>,
+        tokens: &[usize],
+        gradients: Precision,
+        bytes: usize,
+    ) -> Result<(), Fault> {
+        let group = &*self.group;
+        let idle = || group.device.make_current().and_then(|()| group.device.synchronize());
+        idle().map_err(|e| group.lost(state, &e))?;
+        let grows = state.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes);
+        if grows {
+            if let Some(memory) = &mut state.memory {
+                memory.unmap();
+            }
+            // Before any rank frees what others had mapped.
+            state.processes.meet(1, "the growth of symmetric memory")?;
+            state.memory = None;
+        }
+        let made = self.make(all, tokens, gradients, grows.then_some(bytes));
+        let text = made.as_ref().map(|made| made.1.as_str());
+        let said = state.processes.exchange("the growth of symmetric memory", text)?;
+        let (memory, _) = made.map_err(Fault::Refused)?;
+        let Some(mut memory) = memory else { return Ok(()) };
+        let exported = said.iter().map(|text| parse(text)).collect::<Option<Vec<_>>>();
+        let mapped = match exported {
+            None => Err((group.rank, "no handles of symmetric memory".to_owned())),
+            Some(exported) => memory.map(&exported).map_err(|(rank, e)| (rank, e.to_string())),
+        };
+        if let Err((other, why)) = mapped {
+            return Err(state.processes.fail(&format!(
+                "rank {} cannot reach the memory of rank {other}: {why} (their GPUs need peer access, NVLink; containers, \
+                 the same IPC namespace)",
+                group.rank
+            )));
+        }
+        state.processes.meet(1, "the mapping of symmetric memory")?;
+        state.memory = Some(memory);
+        Ok(())
+    }
+
+    /// Symmetric memory, if so many bytes are asked for, and what it takes to map it.
+    fn make(
+        &self,
+        all: &mut Vec<Held>,
+        tokens: &[usize],
+        gradients: Precision,
+        bytes: Option<usize>,
+    ) -> Result<(Option<SymmetricMemory>, String)> {
+        let group = &*self.group;
+        if !all.iter().any(|held| held.tokens == tokens && held.layer.gradients() == gradients) {
+            // Of a split of tokens only one is held.
+            all.retain(|held| held.tokens != tokens);
+            all.truncate(MOST_HELD - 1);
+            let place = [group.rank, group.sharing];
+            let mut layer =
+                CudaLayer::of_process(&group.device, place, &self.shape, &self.knobs, tokens, gradients)?;
+            layer.set_wait_limit(group.wait_limit);
+            all.insert(0, Held { tokens: tokens.to_vec(), layer, forward: None });
+        }
+        let Some(bytes) = bytes else { return Ok((None, String::new())) };
+        let bytes = bytes.next_multiple_of(STEP);
+        let memory = SymmetricMemory::new(&group.device, group.rank, group.ranks, bytes)?;
+        let (IpcHandle(handle), offset) = memory.export()?;
+        let handle: String = handle.iter().map(|b| format!("{b:02x}")).collect();
+        Ok((Some(memory), format!("{handle} {offset}")))
+    }
+
+    /// Queues a pass after what is in a stream, and after the pass before it.
+    fn launch(
+        &self,
+        state: &mut State,
+        held: &mut Held,
+        stream: &Stream,
+        name: &'static str,
+        work: impl FnOnce(&mut Held, &SymmetricMemory) -> kodkod_cuda::Result<()>,
+    ) -> Result<(), Fault> {
+        state.processes.begin(name);
+        let Some(memory) = &state.memory else {
+            return Err(state.processes.fail("internal error: no symmetric memory"));
+        };
+        let queue = || {
+            self.group.device.make_current()?;
+            state.before.record(stream)?;
+            held.layer.stream().wait(&state.before)?;
+            held.layer.stream().wait(&state.last)?;
+            work(held, memory)?;
+            state.last.record(held.layer.stream())?;
+            stream.wait(&state.last)
+        };
+        queue().map_err(|e: kodkod_cuda::Error| self.group.lost(state, &e))
+    }
+}
+
+/// What a call uses.
+struct Ready<'a> {
+    held: &'a mut Held,
+    /// The call's number.
+    call: u64,
+    /// Of each rank, the forward in its buffers.
+    forwards: Vec<Option<u64>>,
+}
+
+/// The text of [`DeviceRankLayer::make`].
+fn parse(text: &str) -> Option<(IpcHandle, u64)> {
+    let (handle, offset) = text.split_once(' ')?;
+    let mut bytes = [0; 64];
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(handle.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some((IpcHandle(bytes), offset.parse().ok()?))
+}
+
+impl std::fmt::Debug for DeviceRankLayer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceRankLayer")
+            .field("rank", &self.group.rank)
+            .field("shape", &self.shape)
+            .field("knobs", &self.knobs)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The same for rows and weights that the caller has in the host's memory.
+pub(crate) struct RankOnGpu {
+    host: Mutex<Host>,
+    layer: DeviceRankLayer,
+}
+
+/// Copies on the GPU.
+#[derive(Default)]
+struct Host {
+    stream: Option<Stream>,
+    step: Option<DeviceStep>,
+    weights: Option<DeviceWeights>,
+    /// [`DeviceGradients`] of the type below.
+    gradients: Option<Box<dyn Any + Send>>,
+    /// What the last backward stored gradients in.
+    precision: Option<Precision>,
+    /// The forward whose rows, routes and weights these are.
+    forward: Option<u64>,
+}
+
+/// What a backward needs of its forward.
+pub(crate) struct RankSavedOnGpu {
+    context: DeviceContext,
+    pub(crate) shape: Shape,
+    /// Of one rank, this one.
+    pub(crate) routing: Routing,
+}
+
+impl RankOnGpu {
+    pub(crate) fn new(group: &ExpertGroup, shape: &Shape, knobs: &Knobs) -> Result<Self> {
+        let layer = DeviceRankLayer::new(group, shape.clone(), *knobs)?;
+        Ok(RankOnGpu { host: Mutex::default(), layer })
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.layer.group.rank
+    }
+
+    pub(crate) fn refuse(&self, why: Error) -> Error {
+        self.layer.group.refuse(why)
+    }
+
+    pub(crate) fn forward<I: Copy + Into<i64>>(
+        &self,
+        x: &[bf16],
+        ids: &[I],
+        topk_weights: &[f32],
+        weights: &Weights<bf16>,
+    ) -> Result<(Vec<bf16>, RankSavedOnGpu)> {
+        let (layer, mut host) = (&self.layer, lock(&self.host));
+        let shape = &layer.shape;
+        let put = |host: &mut Host| -> Result<Routing> {
+            let tokens = ids.len() / shape.top_k;
+            let routing = Routing::new(shape, ids, topk_weights, &[tokens])?;
+            Error::check_len("x", x.len(), &[("tokens", tokens), ("hidden", shape.hidden)])?;
+            weights.validate(&layer.own_experts)?;
+            host.put(layer, x, &routing, weights)?;
+            Ok(routing)
+        };
+        let routing = put(&mut host).map_err(|e| self.refuse(e))?;
+        let (step, on_gpu, stream) = host.parts()?;
+        let precision = host.precision.unwrap_or(Precision::F32);
+        let context = layer.forward(step, on_gpu, precision, stream)?;
+        layer.finish()?;
+        let y = step.y.read()?;
+        host.forward = Some(context.forward);
+        Ok((y, RankSavedOnGpu { context, shape: shape.clone(), routing }))
+    }
+
+    pub(crate) fn backward<G: GradientElement>(
+        &self,
+        saved: &RankSavedOnGpu,
+        dy: &[bf16],
+        x: &[bf16],
+        weights: &Weights<bf16>,
+        gradients: WeightGradients<&mut [G], &mut [f32]>,
+        accumulate: bool,
+    ) -> Result<(Vec<bf16>, Vec<f32>)> {
+        let (layer, mut host) = (&self.layer, lock(&self.host));
+        let put = |host: &mut Host| -> Result<()> {
+            let dims = [("tokens", saved.context.tokens), ("hidden", layer.shape.hidden)];
+            Error::check_len("x", x.len(), &dims)?;
+            Error::check_len("dy", dy.len(), &dims)?;
+            weights.validate(&layer.own_experts)?;
+            gradients.validate(&layer.own_experts)?;
+            if host.forward != Some(saved.context.forward) {
+                host.put(layer, x, &saved.routing, weights)?;
+            }
+            layer.device().make_current()?;
+            host.parts()?.0.dy.write(dy)?;
+            if !host.gradients.as_ref().is_some_and(|g| g.is::<DeviceGradients<G>>()) {
+                host.gradients = Some(Box::new(new_gradients::<G>(&layer.own_experts)?));
+            }
+            Ok(())
+        };
+        put(&mut host).map_err(|e| self.refuse(e))?;
+        let on_gpu = host.gradients.as_ref().and_then(|g| g.downcast_ref::<DeviceGradients<G>>());
+        let on_gpu = on_gpu.expect("made of this type");
+        let (matrices, rest) = gradients.into_parts();
+        let (matrices_there, rest_there) = on_gpu.as_ref().into_parts();
+        let mut matrices: Vec<_> = matrices_there.into_iter().zip(matrices).collect();
+        let mut rest: Vec<_> = rest_there.into_iter().zip(rest).collect();
+        if accumulate {
+            let written = matrices.iter().try_for_each(|(buffer, host)| buffer.write(host));
+            let written =
+                written.and_then(|()| rest.iter().try_for_each(|(buffer, host)| buffer.write(host)));
+            written.map_err(|e| self.refuse(e.into()))?;
+        }
+        let (step, on_gpu_weights, stream) = host.parts()?;
+        layer.backward(&saved.context, step, on_gpu_weights, on_gpu, accumulate, stream)?;
+        layer.finish()?;
+        matrices.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
+        rest.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
+        let outputs = (step.dx.read()?, step.d_topk_weights.read()?);
+        (host.precision, host.forward) = (Some(G::PRECISION), Some(saved.context.forward));
+        Ok(outputs)
+    }
+}
+
+impl Host {
+    /// Copies a step and weights there.
+    fn put(
+        &mut self,
+        layer: &DeviceRankLayer,
+        x: &[bf16],
+        routing: &Routing,
+        weights: &Weights<bf16>,
+    ) -> Result<()> {
+        self.forward = None;
+        layer.device().make_current()?;
+        if self.stream.is_none() {
+            self.stream = Some(Stream::new()?);
+        }
+        match &self.step {
+            Some(step) if step.x.len() == x.len() => {
+                step.x.write(x)?;
+                step.ids.write(routing.ids())?;
+                step.topk_weights.write(routing.weights())?;
+            }
+            // A dy comes with the backward.
+            _ => {
+                let (ids, topk_weights) = (routing.ids(), routing.weights());
+                self.step = Some(DeviceStep::new(&layer.own_experts, x, x, ids, topk_weights)?);
+            }
+        }
+        match &self.weights {
+            Some(on_gpu) => write_weights(on_gpu, weights),
+            None => {
+                self.weights = Some(DeviceWeights::from_host(weights)?);
+                Ok(())
+            }
+        }
+    }
+
+    fn parts(&self) -> Result<(&DeviceStep, &DeviceWeights, &Stream)> {
+        match (&self.step, &self.weights, &self.stream) {
+            (Some(step), Some(weights), Some(stream)) => Ok((step, weights, stream)),
+            _ => Err(Error::Internal("nothing was copied to the GPU".into())),
+        }
+    }
+}
