@@ -111,6 +111,9 @@ impl CudaProcess {
         let mut state = lock(&self.state);
         state.processes.usable()?;
         let outcome = call(&mut state);
+        if matches!(outcome, Err(Fault::Broken(_))) {
+            state.give_up();
+        }
         state.processes.settle(outcome)
     }
 
@@ -124,10 +127,7 @@ impl CudaProcess {
             while !state.last.is_done().map_err(|e| lost(state, e))? {
                 if looked.elapsed() >= TICK {
                     looked = Instant::now();
-                    if let Err(fault) = state.processes.sound() {
-                        state.give_up();
-                        return Err(fault);
-                    }
+                    state.processes.sound()?;
                 }
                 match start.elapsed() < Duration::from_micros(200) {
                     true => std::hint::spin_loop(),
