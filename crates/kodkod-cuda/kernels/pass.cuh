@@ -483,7 +483,10 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                 ptx::barrier_arrive(&s.work_empty[n % WORKS]);
             }
         }
+        // The warp without work must not take registers back before the consumers have theirs: two of their warps would wait
+        // for them for ever.
         __syncwarp();
+        ptx::group_sync(1, 128);
         ptx::registers_grow<168>();
     } else {
         ptx::registers_grow<224>();
