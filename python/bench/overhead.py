@@ -43,13 +43,12 @@ def main():
     leaves = [x, topk_weights, *weights]
     dy = torch.ones_like(x)
 
-    meta = ([1, 1, 1, *[0] * 7], [], "swiglu", None, 1.702, 0 if GPU else group._number, [-1] * 5)
-    config, inputs = _ops._call(x, ids, topk_weights, _ops._gather(weights, meta[0]), meta)
-    y = torch.empty_like(x)
-    span = _ops._span(y)
-    context = _ops._forward(x, ids, topk_weights, weights, meta, True)[1]
+    plan = _ops.Plan([1, 1, 1, *[0] * 7], ("swiglu", None, 1.702, 0 if GPU else group._number, [-1] * 5))
+    y, context = _ops._forward(plan, x, ids, topk_weights, weights, True, False)
+    inputs = _ops._lay([x, ids, topk_weights, *weights], GPU)
     gradients = [torch.empty_like(t) for t in leaves]
-    spans = [_ops._span(g) for g in gradients]
+    out, addresses = y.data_ptr(), _ops._lay(gradients, GPU)
+    config = plan.config
 
     def layer():
         return kodkod.moe(x, ids, topk_weights, *weights, group=group)
@@ -66,13 +65,13 @@ def main():
     def both(out):
         torch.autograd.grad(out, leaves, dy)
 
-    args = (config, inputs, context.data_ptr(), span, *spans[:2], [*spans[2:], *[None] * 7], not GPU, False)
+    args = (config, inputs, context.data_ptr(), dy.data_ptr(), *addresses[:2], addresses[2:], not GPU, False)
     if GPU:
         place = (x.device.index, torch.cuda.current_stream().cuda_stream, False, False)
-        rust = microseconds(lambda: _kodkod.cuda_forward(place, config, inputs, span, True, False))
+        rust = microseconds(lambda: _kodkod.cuda_forward(place, config, inputs, out, True, False))
         rust_backward = microseconds(lambda: _kodkod.cuda_backward(place, *args))
     else:
-        rust = microseconds(lambda: _kodkod.forward(config, inputs, span, True))
+        rust = microseconds(lambda: _kodkod.forward(config, inputs, out, True))
         rust_backward = microseconds(lambda: _kodkod.backward(*args))
     with torch.no_grad():
         inference = microseconds(layer)

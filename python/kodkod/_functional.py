@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -121,24 +122,71 @@ def moe(
     In a group of processes an error is raised on every rank: where another rank's argument is the cause, a ValueError
     names the rank, the argument and the value.
     """
+    routed = (w_gate, w_up, w_down)
+    options = (activation, limit, alpha, group, knobs, precision)
+    key = None
+    if not torch.compiler.is_compiling():  # a compiler looks at arguments once
+        plan, key, weights = _known(x, topk_ids, topk_weights, routed, biases, shared, options)
+        if plan is not None and (main_grads := _main_grads(weights)) is not None:
+            if plan.gpu and topk_ids.dtype != torch.int32:
+                topk_ids = topk_ids.to(torch.int32)
+            return _ops.run(plan, x, topk_ids, topk_weights, weights, main_grads)
     try:
-        args, out_dtype = _checked(
-            x,
-            topk_ids,
-            topk_weights,
-            (w_gate, w_up, w_down),
-            biases,
-            shared,
-            (activation, limit, alpha),
-            group,
-            knobs,
-            precision,
-        )
+        args, out_dtype = _checked(x, topk_ids, topk_weights, routed, biases, shared, options)
     except Exception as error:
         refuse(group, error)
         raise
     y = _ops.run(*args)
+    if key is not None and y.dtype == out_dtype:
+        _remember(key, args, (x, topk_weights, *weights))
     return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+# Of calls that were checked and had nothing to convert, by their signature: checks take longer than all the rest here.
+_plans: dict[tuple, _ops.Plan] = {}
+_MOST_PLANS = 1024
+_kind = operator.attrgetter("shape", "dtype", "device")
+
+
+def _known(x, topk_ids, topk_weights, routed, biases, shared, options):
+    """The plan of a call that was checked before, all that the checks look at, and the weights, one tensor each."""
+    weights = routed if routed[1] is not None else (routed[0], routed[2])
+    if biases is not None:
+        weights = (*weights, *biases) if type(biases) is Biases else (None,)
+    if shared is not None:
+        weights = (*weights, *shared[: 3 + (shared[3] is not None)]) if type(shared) is Shared else (None,)
+    knobs = options[4]
+    if _gpu.checks or torch._C._is_any_autocast_enabled() or (knobs is not None and type(knobs) is not Knobs):
+        return None, None, weights
+    try:
+        kinds = map(_kind, (x, topk_ids, topk_weights, *weights))
+        key = (*kinds, routed[1] is None, biases is None, shared is None, options)
+        return _plans.get(key), key, weights
+    except (AttributeError, TypeError):
+        return None, None, weights  # a sequence of weights, or something that is refused
+
+
+def _remember(key: tuple, args: tuple, given: Sequence[Tensor]) -> None:
+    plan, x, _, topk_weights, weights, _ = args
+    used = (x, topk_weights, *weights)
+    if len(used) == len(given) and all(a is b for a, b in zip(used, given, strict=True)) and plan.config is not None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+
+
+def _main_grads(weights: Sequence[Tensor]) -> _ops.MainGrads | None:
+    """The weights' main_grad; None where one is not as it must be."""
+    found = {}
+    for i, weight in enumerate(weights):
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is not None and weight.requires_grad:
+            try:
+                _check_main_grad("", weight, main_grad)
+            except (TypeError, ValueError):
+                return None
+            found[i] = main_grad
+    return found
 
 
 def refuse(group: ExpertGroup | None, error: Exception) -> None:
@@ -153,8 +201,9 @@ def _refuse(number: int, why: str) -> None:
     _kodkod.group_refuse(number, why)
 
 
-def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, group, knobs, precision):
-    """The arguments of the operators, and the dtype of ``y``."""
+def _checked(x, topk_ids, topk_weights, routed, biases, shared, options):
+    """The arguments of :func:`_ops.run`, and the dtype of ``y``."""
+    *act, group, knobs, precision = options
     number = _group_number(group)
     _check_tensor("x", x)
     _check_tensor("topk_ids", topk_ids)
@@ -175,16 +224,14 @@ def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, group, knob
         topk_ids = topk_ids.to(torch.int32)
 
     weights: list[Tensor] = []
-    main_grads: list[Tensor] = []
-    main_grad_of: list[int] = []
+    main_grads: _ops.MainGrads = {}
     for name, weight, in_f32 in named:
         if weight.device != device:
             raise ValueError(f"{name} is on {weight.device}: {device} is needed, where x is")
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is not None and weight.requires_grad:
             _check_main_grad(name, weight, main_grad)
-            main_grad_of.append(len(weights))
-            main_grads.append(main_grad)
+            main_grads[len(weights)] = main_grad
         wanted = torch.float32 if in_f32 else dtype
         if weight.dtype != wanted:
             if not weight.dtype.is_floating_point:
@@ -198,11 +245,11 @@ def _checked(x, topk_ids, topk_weights, routed, biases, shared, act, group, knob
     if knobs is not None and not isinstance(knobs, Knobs):
         raise TypeError(f"knobs is a {type(knobs).__name__}: a kodkod.Knobs is needed")
     knob_values = [-1] * 5 if knobs is None else [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
-    meta = (parts, main_grad_of, act[0], *_activation(*act), number, knob_values)
+    plan = _ops.Plan(parts, (act[0], *_activation(*act), number, knob_values))
     rows = x if x.dtype == dtype else x.to(dtype)
     topk_weights = topk_weights.to(torch.float32)
     rows, topk_weights = rows.resolve_neg().contiguous(), topk_weights.resolve_neg().contiguous()
-    return (rows, topk_ids.contiguous(), topk_weights, weights, main_grads, meta), out_dtype
+    return (plan, rows, topk_ids.contiguous(), topk_weights, weights, main_grads), out_dtype
 
 
 def _check_tensor(name: str, value: object) -> None:

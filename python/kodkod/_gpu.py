@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -18,14 +17,13 @@ checks = False
 """Whether every call looks at ids, waits and looks for errors: :func:`kodkod.cuda.set_checks`."""
 
 
-def forward(x: Tensor, config: Any, inputs: Any, y: Tensor, keep: bool, f32_gradients: bool) -> object | None:
+def forward(x: Tensor, *arguments: Any) -> object | None:
     """As the CPU's: a capsule of what the backward needs, or None."""
-    y_span = (y.data_ptr(), y.numel())
-    return _in_stream(x, lambda place: _kodkod.cuda_forward(place, config, inputs, y_span, keep, f32_gradients))
+    return _in_stream(_kodkod.cuda_forward, x, arguments)
 
 
 def backward(x: Tensor, *arguments: Any) -> None:
-    _in_stream(x, lambda place: _kodkod.cuda_backward(place, *arguments))
+    _in_stream(_kodkod.cuda_backward, x, arguments)
 
 
 def check_ids(ids: Tensor, experts: int) -> None:
@@ -40,27 +38,31 @@ def check_ids(ids: Tensor, experts: int) -> None:
         raise ValueError(f"topk_ids[{token}, {k}] is {value}: {allowed}")
 
 
-def _in_stream(x: Tensor, call: Callable[[tuple[int, int, bool, bool]], Any]) -> Any:
+def _in_stream(call: Callable[..., Any], x: Tensor, arguments: tuple[Any, ...]) -> Any:
     """Calls with the GPU of ``x`` and its current stream. If there is no memory, with what torch can give back."""
-    _find_compiler()
-    device = x.device.index
+    device = x.get_device()
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return _in_stream(x, call)
+            return _in_stream(call, x, arguments)
     stream = torch._C._cuda_getCurrentRawStream(device)
+    if not _compiler_found:
+        _find_compiler()
     try:
-        return call((device, stream, checks, False))
+        return call((device, stream, checks, False), *arguments)
     except MemoryError:
         torch.cuda.empty_cache()
     try:
-        return call((device, stream, checks, True))
+        return call((device, stream, checks, True), *arguments)
     except MemoryError as error:
         raise torch.OutOfMemoryError(f"a pass of kodkod does not fit on {x.device}: {error}") from None
 
 
-@functools.cache
+_compiler_found = False
+
+
 def _find_compiler() -> None:
     """Names NVRTC of this interpreter's wheels, which torch brings along, as the compiled half knows no interpreter."""
+    global _compiler_found
     nvidia = importlib.util.find_spec("nvidia")
     folders = [] if nvidia is None else list(nvidia.submodule_search_locations or [])
     found = sorted(
@@ -68,3 +70,4 @@ def _find_compiler() -> None:
     )
     if found:
         os.environ.setdefault("KODKOD_NVRTC", str(found[-1]))
+    _compiler_found = True

@@ -1,14 +1,30 @@
 """The compiled half: the layer over plain integers. Private: addresses are believed, so a wrong one is a crash."""
 
-Span = tuple[int, int]
-"""Address of the first element, number of elements."""
-Sizes = tuple[int, int, int, int, int, bool, bool]
-"""Hidden, intermediate, experts with weights here, top-k, shared intermediate (0: none), output gate, biases."""
-Config = tuple[int, Sizes, tuple[str, float | None, float], list[int | None], bool]
-"""Group, sizes, activation with limit and alpha, knobs, whether rows and weights are float32, else bfloat16."""
-Inputs = tuple[Span, Span, bool, Span, list[Span | None]]
-"""x, ids, whether those are int64 (else int32), router weights, and ten weights: gate, up, down; their biases; shared
-gate, up, down and output gate."""
+class Config:
+    """What calls of the same shapes and options share: all but the tensors."""
+
+    def __new__(
+        cls,
+        group: int,
+        sizes: tuple[int, int, int, int, int, bool, bool],
+        activation: tuple[str, float | None, float],
+        knobs: list[int | None],
+        f32: bool,
+        wide: bool,
+        counts: list[int],
+    ) -> Config:
+        """
+        Args:
+            group: its number.
+            sizes: hidden, intermediate, experts with weights here, top-k, shared intermediate (0: none), output gate,
+                biases.
+            activation: with limit and alpha.
+            knobs: in the order of :class:`kodkod.Knobs`.
+            f32: rows and weights are float32, else bfloat16.
+            wide: ids are int64, else int32.
+            counts: elements of x, ids, router weights and of each weight that there is, of gate, up, down; their
+                biases; shared gate, up, down and output gate.
+        """
 
 class StalledError(RuntimeError):
     """A pass waited too long for a task and was given up. The message names ranks, tasks and counters."""
@@ -37,17 +53,20 @@ def group_memory(number: int) -> tuple[int, int]:
 def group_trim(number: int) -> None:
     """Gives memory that waits for reuse back to the system."""
 
-def forward(config: Config, inputs: Inputs, y: Span, keep: bool) -> object | None:
-    """Writes ``y``; with ``keep`` it returns the DLPack capsule of what the backward needs."""
+def forward(config: Config, inputs: list[int], y: int, keep: bool) -> object | None:
+    """Writes ``y``; with ``keep`` it returns the DLPack capsule of what the backward needs.
+
+    ``inputs`` are addresses, in the order of the counts.
+    """
 
 def backward(
     config: Config,
-    inputs: Inputs,
+    inputs: list[int],
     context: int,
-    dy: Span,
-    dx: Span,
-    d_topk_weights: Span,
-    weight_gradients: list[Span | None],
+    dy: int,
+    dx: int,
+    d_topk_weights: int,
+    weight_gradients: list[int],
     f32_gradients: bool,
     accumulate: bool,
 ) -> None:
@@ -61,7 +80,7 @@ Place = tuple[int, int, bool, bool]
 no memory to give back, so that a forward takes the slot of another, where else a MemoryError is raised."""
 
 def cuda_forward(
-    place: Place, config: Config, inputs: Inputs, y: Span, keep: bool, f32_gradients: bool
+    place: Place, config: Config, inputs: list[int], y: int, keep: bool, f32_gradients: bool
 ) -> object | None:
     """Puts a forward in the stream, which writes ``y``; with ``keep`` as :func:`forward`. Ids are int32.
 
@@ -71,12 +90,12 @@ def cuda_forward(
 def cuda_backward(
     place: Place,
     config: Config,
-    inputs: Inputs,
+    inputs: list[int],
     context: int,
-    dy: Span,
-    dx: Span,
-    d_topk_weights: Span,
-    weight_gradients: list[Span | None],
+    dy: int,
+    dx: int,
+    d_topk_weights: int,
+    weight_gradients: list[int],
     f32_gradients: bool,
     accumulate: bool,
 ) -> None:

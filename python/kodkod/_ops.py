@@ -27,8 +27,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import _gpu, _kodkod
 
 PLACES = 10
-# What is neither tensor nor weight: parts, main_grad_of, activation, limit, alpha, group, knobs.
-Meta = tuple[list[int], list[int], str, "float | None", float, int, list[int]]
+# What the operators call it: activation, limit, alpha, group, knobs.
+Options = tuple[str, "float | None", float, int, list[int]]
+# Parameters' main_grad, by the number of the weight.
+MainGrads = dict[int, Tensor]
 
 _library = torch.library.Library("kodkod", "DEF")
 _CONFIG = "str activation, float? limit, float alpha, int group, int[] knobs"
@@ -43,10 +45,7 @@ _library.define(
 
 
 def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | None]:
-    """One contiguous tensor a place, gate and up apart; what is stored so already is not copied.
-
-    On a GPU it also begins at a multiple of 16 bytes, as tensors do that are no views.
-    """
+    """One tensor a place, gate and up apart, as views where they are one."""
     places: list[Tensor | None] = []
     at = 0
     for count in parts:
@@ -59,85 +58,103 @@ def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | No
         at += count
     if places[1] is None:
         places[0], places[1] = places[0].chunk(2, dim=1)
-    return [None if place is None else _plain(place) for place in places]
+    return places
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        return tensor.contiguous()
-    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
+class Plan:
+    """What all calls of the same shapes and options share."""
+
+    __slots__ = ("config", "f32", "gpu", "options", "parts", "whole")
+
+    def __init__(self, parts: Sequence[int], options: Options) -> None:
+        self.parts, self.options = list(parts), options
+        # Whether each place is one tensor.
+        self.whole = max(parts) == 1 and parts[1] == 1
+        self.config: _kodkod.Config | None = None
+
+    @property
+    def group(self) -> int:
+        return self.options[3]
+
+    def complete(self, x: Tensor, ids: Tensor, given: Sequence[Tensor]) -> None:
+        """For the kernels, which have tensors of checked shapes."""
+        biases, shared, output_gate = (self.parts[place] > 0 for place in (3, 6, 9))
+        experts, intermediate, hidden = given[0].shape
+        width = given[6 if biases else 3].shape[0] if shared else 0
+        sizes = (hidden, intermediate, experts, ids.shape[-1], width, output_gate, biases)
+        activation, limit, alpha, group, knobs = self.options
+        self.gpu, self.f32 = x.is_cuda, x.dtype == torch.float32
+        self.config = _kodkod.Config(
+            group,
+            sizes,
+            (activation, limit, alpha),
+            [None if knob < 0 else knob for knob in knobs],
+            self.f32,
+            ids.dtype == torch.int64,
+            [x.numel(), ids.numel(), ids.numel(), *(tensor.numel() for tensor in given)],
+        )
+
+    def given(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """One tensor for each place that has some, gate and up apart."""
+        return tensors if self.whole else [place for place in _gather(tensors, self.parts) if place is not None]
 
 
-def _ids(ids: Tensor) -> Tensor:
-    """A GPU takes int32."""
-    return _plain(ids.to(torch.int32) if ids.is_cuda else ids)
+_address, _is_contiguous, _is_negated = Tensor.data_ptr, Tensor.is_contiguous, Tensor.is_neg
 
 
-def _scatter(places: list[Tensor | None], parts: Sequence[int]) -> list[Tensor]:
+def _lay(tensors: list[Tensor], gpu: bool) -> list[int]:
+    """Addresses for the compiled module. A tensor that it cannot read where it lies is replaced by a copy."""
+    addresses = list(map(_address, tensors))
+    # A GPU copies 16 bytes at once.
+    if (
+        all(map(_is_contiguous, tensors))
+        and not any(map(_is_negated, tensors))
+        and not (gpu and any(map((15).__and__, addresses)))
+    ):
+        return addresses
+    for i, tensor in enumerate(tensors):
+        if not tensor.is_contiguous() or tensor.is_neg() or (gpu and addresses[i] & 15):
+            tensors[i] = tensor.resolve_neg().clone(memory_format=torch.contiguous_format)
+            addresses[i] = tensors[i].data_ptr()
+    return addresses
+
+
+def _scatter(given: list[Tensor], parts: Sequence[int]) -> list[Tensor]:
     """The other way: tensors as ``parts`` stores them, none a view of another."""
-    if parts[1] == 0:
-        places = [torch.cat([places[0], places[1]], dim=1), None, *places[2:]]
+    given = iter(given)
     tensors: list[Tensor] = []
-    for place, count in zip(places, parts, strict=True):
-        if count == 1:
-            tensors.append(place)
+    for place, count in enumerate(parts):
+        if place == 0 and parts[1] == 0:
+            both = torch.cat([next(given), next(given)], dim=1)
+            tensors += [both] if count == 1 else [expert.clone() for expert in both.unbind()]
+        elif count == 1:
+            tensors.append(next(given))
         elif count > 1:
-            tensors.extend(expert.clone() for expert in place.unbind())
+            tensors += [expert.clone() for expert in next(given).unbind()]
     return tensors
 
 
-def _span(tensor: Tensor | None) -> tuple[int, int] | None:
-    return None if tensor is None else (tensor.data_ptr(), tensor.numel())
-
-
-def _call(x: Tensor, ids: Tensor, topk_weights: Tensor, places: list[Tensor | None], meta: Meta):
-    """The arguments that a forward and a backward of the compiled module share."""
-    _, _, activation, limit, alpha, group, knobs = meta
-    gate, shared = places[0], places[6]
-    experts, intermediate, hidden = gate.shape
-    sizes = (
-        hidden,
-        intermediate,
-        experts,
-        ids.shape[-1],
-        0 if shared is None else shared.shape[0],
-        places[9] is not None,
-        places[3] is not None,
-    )
-    config = (
-        group,
-        sizes,
-        (activation, limit, alpha),
-        [None if knob < 0 else knob for knob in knobs],
-        x.dtype == torch.float32,
-    )
-    inputs = (
-        (x.data_ptr(), x.numel()),
-        (ids.data_ptr(), ids.numel()),
-        ids.dtype == torch.int64,
-        (topk_weights.data_ptr(), topk_weights.numel()),
-        [None if place is None else (place.data_ptr(), place.numel()) for place in places],
-    )
-    return config, inputs
-
-
 def _forward(
-    x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], meta: Meta, keep: bool
+    plan: Plan, x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], keep: bool, sums: bool
 ) -> tuple[Tensor, Tensor]:
-    x, ids, topk_weights = _plain(x), _ids(ids), _plain(topk_weights)
-    places = _gather(weights, meta[0])
-    config, inputs = _call(x, ids, topk_weights, places, meta)
-    y = torch.empty_like(x)
-    if x.is_cuda:
-        capsule = _gpu.forward(x, config, inputs, y, keep, len(meta[1]) > 0)
+    """``y`` and the context; ``sums``: whether the backward will add to float32."""
+    given = plan.given(weights)
+    if plan.config is None:
+        plan.complete(x, ids, given)
+    tensors = [x, ids, topk_weights, *given]
+    inputs = _lay(tensors, plan.gpu)
+    y = torch.empty_like(tensors[0])
+    if plan.gpu:
+        capsule = _gpu.forward(x, plan.config, inputs, y.data_ptr(), keep, sums)
     else:
-        capsule = _kodkod.forward(config, inputs, (y.data_ptr(), y.numel()), keep)
+        capsule = _kodkod.forward(plan.config, inputs, y.data_ptr(), keep)
     if capsule is None:
         return y, torch.empty(0, dtype=torch.int64)
     return y, torch.utils.dlpack.from_dlpack(capsule)
 
 
 def _backward(
+    plan: Plan,
     dy: Tensor,
     context: Tensor,
     x: Tensor,
@@ -145,39 +162,41 @@ def _backward(
     topk_weights: Tensor,
     weights: Sequence[Tensor],
     sums: Sequence[Tensor],
-    meta: Meta,
 ) -> list[Tensor]:
     """``[dx, d_topk_weights, gradient of each weight]``; with ``sums``, one a weight in float32, those are added to."""
-    x, ids, topk_weights, dy = _plain(x), _ids(ids), _plain(topk_weights), _plain(dy)
-    parts = meta[0]
-    places = _gather(weights, parts)
-    config, inputs = _call(x, ids, topk_weights, places, meta)
+    given = plan.given(weights)
+    if plan.config is None:
+        plan.complete(x, ids, given)
+    tensors = [dy, x, ids, topk_weights, *given]
+    at_dy, *inputs = _lay(tensors, plan.gpu)
     if sums:
         if len({total.data_ptr() for total in sums}) < len(sums):
             why = "main_grad of two weights is one tensor: each needs its own"
-            _kodkod.group_refuse(meta[5], why)
+            _kodkod.group_refuse(plan.group, why)
             raise ValueError(why)
         # A sum begins with what is there, in any storage: so it is gathered first, and not added to later.
-        gradients = _gather(sums, parts)
+        gradients = list(plan.given(sums))
+        into = _lay(gradients, plan.gpu)
     else:
-        gradients = [None if place is None else torch.empty_like(place) for place in places]
-    dx, d_topk_weights = torch.empty_like(x), torch.empty_like(topk_weights)
+        gradients = list(map(torch.empty_like, tensors[4:]))
+        into = list(map(_address, gradients))
+    dx, d_topk_weights = torch.empty_like(tensors[1]), torch.empty_like(tensors[3])
     arguments = (
-        config,
+        plan.config,
         inputs,
         context.data_ptr(),
-        (dy.data_ptr(), dy.numel()),
-        (dx.data_ptr(), dx.numel()),
-        (d_topk_weights.data_ptr(), d_topk_weights.numel()),
-        [_span(gradient) for gradient in gradients],
-        len(sums) > 0 or x.dtype == torch.float32,
+        at_dy,
+        dx.data_ptr(),
+        d_topk_weights.data_ptr(),
+        into,
+        plan.f32 or len(sums) > 0,
         len(sums) > 0,
     )
-    if x.is_cuda:
+    if plan.gpu:
         _gpu.backward(x, *arguments)
     else:
         _kodkod.backward(*arguments)
-    results = _scatter(gradients, parts)
+    results = gradients if plan.whole else _scatter(gradients, plan.parts)
     for total, result in zip(sums, results, strict=False):
         if result is not total:
             total.copy_(result)
@@ -233,17 +252,14 @@ def _through_operators(x: Tensor) -> bool:
 
 class _Moe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, direct, meta, main_grads, x, ids, topk_weights, *weights):
-        parts, main_grad_of, *config = meta
+    def forward(ctx, direct, plan, main_grads, x, ids, topk_weights, *weights):
         if direct:
-            y, context = _forward(x, ids, topk_weights, weights, meta, True)
+            y, context = _forward(plan, x, ids, topk_weights, weights, True, len(main_grads) > 0)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                y, context = torch.ops.kodkod.moe.default(
-                    x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, True
-                )
+                y, context = _operator(plan, x, ids, topk_weights, weights, main_grads, True)
         # The accumulators are no inputs of the gradient, and change between a forward and its backward.
-        ctx.meta, ctx.main_grads = meta, main_grads
+        ctx.plan, ctx.main_grads = plan, main_grads
         ctx.save_for_backward(x, ids, topk_weights, context, *weights)
         ctx.set_materialize_grads(False)
         if direct:
@@ -254,33 +270,36 @@ class _Moe(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, *_):
         x, ids, topk_weights, context, *weights = ctx.saved_tensors
-        parts, main_grad_of, *config = ctx.meta
+        plan, main_grads = ctx.plan, ctx.main_grads
         if dy is None:
-            if _kodkod.group_rank(ctx.meta[5]) is None:
+            if _kodkod.group_rank(plan.group) is None:
                 return (None,) * (6 + len(weights))
             dy = torch.zeros_like(x)  # the other processes' rows may have a gradient here
         # Where one weight has a main_grad all are summed in float32, and those without are rounded here.
         sums: list[Tensor] = []
-        if main_grad_of:
-            sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-            for i, main_grad in zip(main_grad_of, ctx.main_grads, strict=True):
-                sums[i] = main_grad
+        if main_grads:
+            sums = [
+                main_grads[i] if i in main_grads else torch.zeros_like(w, dtype=torch.float32)
+                for i, w in enumerate(weights)
+            ]
         if not _through_operators(dy):
-            args = (dy, context, x, ids, topk_weights, weights, sums, ctx.meta)
+            args = (plan, dy, context, x, ids, topk_weights, weights, sums)
             second = torch.is_grad_enabled()  # somebody wants a derivative of this
             results = _Once.apply(args, dy, x, topk_weights, *weights) if second else _backward(*args)
         elif sums:
             results = torch.ops.kodkod.moe_backward_into.default(
-                dy, context, x, ids, topk_weights, weights, parts, sums, *config
+                dy, context, x, ids, topk_weights, weights, plan.parts, sums, *plan.options
             )
         else:
-            results = torch.ops.kodkod.moe_backward.default(dy, context, x, ids, topk_weights, weights, parts, *config)
-        dx, d_topk_weights, *d_weights = results
-        if sums:
-            d_weights = [
-                None if i in main_grad_of else s.to(w.dtype) for i, (s, w) in enumerate(zip(sums, weights, strict=True))
-            ]
-        return None, None, None, dx, None, d_topk_weights, *d_weights
+            results = torch.ops.kodkod.moe_backward.default(
+                dy, context, x, ids, topk_weights, weights, plan.parts, *plan.options
+            )
+        if not sums:
+            return None, None, None, results[0], None, *results[1:]
+        d_weights = [
+            None if i in main_grads else s.to(w.dtype) for i, (s, w) in enumerate(zip(sums, weights, strict=True))
+        ]
+        return None, None, None, results[0], None, results[1], *d_weights
 
 
 class _Once(torch.autograd.Function):
@@ -295,67 +314,79 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError("kodkod.moe has no second derivative")
 
 
-def run(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: list[Tensor], main_grads: list[Tensor], meta: Meta):
+def _operator(plan: Plan, x, ids, topk_weights, weights, main_grads: MainGrads, keep: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.kodkod.moe.default(
+        x, ids, topk_weights, weights, plan.parts, list(main_grads.values()), list(main_grads), *plan.options, keep
+    )
+
+
+def run(
+    plan: Plan, x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], main_grads: MainGrads
+) -> Tensor:
     """``y`` of checked arguments; ``x`` and ids are [..., H] and [..., K]."""
     keep = torch.is_grad_enabled() and (
-        x.requires_grad or topk_weights.requires_grad or any(w.requires_grad for w in weights)
+        x.requires_grad or topk_weights.requires_grad or any([w.requires_grad for w in weights])
     )
     if _through_operators(x):
         if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
             _check_derivatives(x, topk_weights, weights)
-        parts, main_grad_of, *config = meta
-        return torch.ops.kodkod.moe.default(
-            x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, keep
-        )[0]
+        return _operator(plan, x, ids, topk_weights, weights, main_grads, keep)[0]
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError("kodkod.moe in a transform of torch.func: autograd gives its gradients")
     if forward_ad._current_level >= 0:
         _check_derivatives(x, topk_weights, weights)
     if keep:
-        return _Moe.apply(True, meta, main_grads, x, ids, topk_weights, *weights)
-    return _forward(x, ids, topk_weights, weights, meta, False)[0]
+        return _Moe.apply(True, plan, main_grads, x, ids, topk_weights, *weights)
+    return _forward(plan, x, ids, topk_weights, weights, False, False)[0]
 
 
-def _moe_kernel(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
-    *config, keep = config_and_keep
+def _moe_kernel(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *options_and_keep):
+    *options, keep = options_and_keep
     _check_operator(x, ids, topk_weights, weights, parts)
-    return _forward(x, ids, topk_weights, weights, (parts, main_grad_of, *config), keep)
+    plan = Plan(parts, options)
+    return _forward(plan, x, _narrow(ids), topk_weights, weights, keep, len(main_grads) > 0)
 
 
-def _moe_fake(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
+def _moe_fake(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *options_and_keep):
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, torch.empty(int(config_and_keep[-1]), dtype=torch.int64, device="cpu")
+    return y, torch.empty(int(options_and_keep[-1]), dtype=torch.int64, device="cpu")
 
 
-def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config_and_keep):
-    *config, keep = config_and_keep
+def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *options_and_keep):
+    *options, keep = options_and_keep
+    plan, by_weight = Plan(parts, options), dict(zip(main_grad_of, main_grads, strict=True))
     if keep and torch.is_grad_enabled():
-        return _Moe.apply(False, (parts, main_grad_of, *config), main_grads, x, ids, topk_weights, *weights)
+        return _Moe.apply(False, plan, by_weight, x, ids, topk_weights, *weights)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.kodkod.moe.default(
-            x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *config, keep
-        )
+        return _operator(plan, x, ids, topk_weights, weights, by_weight, keep)
 
 
-def _backward_kernel(dy, context, x, ids, topk_weights, weights, parts, *config):
+def _backward_kernel(dy, context, x, ids, topk_weights, weights, parts, *options):
     _check_operator(x, ids, topk_weights, weights, parts, dy)
-    return _backward(dy, context, x, ids, topk_weights, weights, [], (parts, [], *config))
+    plan = Plan(parts, options)
+    return _backward(plan, dy, context, x, _narrow(ids), topk_weights, weights, [])
 
 
-def _backward_into_kernel(dy, context, x, ids, topk_weights, weights, parts, sums, *config):
+def _backward_into_kernel(dy, context, x, ids, topk_weights, weights, parts, sums, *options):
     _check_operator(x, ids, topk_weights, weights, parts, dy, sums)
-    return tuple(_backward(dy, context, x, ids, topk_weights, weights, sums, (parts, [], *config)))
+    plan = Plan(parts, options)
+    return tuple(_backward(plan, dy, context, x, _narrow(ids), topk_weights, weights, sums))
+
+
+def _narrow(ids: Tensor) -> Tensor:
+    """A GPU takes int32."""
+    return ids.to(torch.int32) if ids.is_cuda else ids
 
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
-def _backward_fake(dy, context, x, ids, topk_weights, weights, parts, *config):
+def _backward_fake(dy, context, x, ids, topk_weights, weights, parts, *options):
     return _like([x, topk_weights, *weights])
 
 
-def _backward_into_fake(dy, context, x, ids, topk_weights, weights, parts, sums, *config):
+def _backward_into_fake(dy, context, x, ids, topk_weights, weights, parts, sums, *options):
     return tuple(_like([x, topk_weights]))
 
 

@@ -211,7 +211,7 @@ struct Call {
 type Place = (usize, u64, bool, bool);
 
 impl Call {
-    fn new(place: &Place, config: &Config, inputs: Inputs, f32_gradients: bool) -> Result<Self> {
+    fn new(place: &Place, config: &Config, addresses: &[usize], f32_gradients: bool) -> Result<Self> {
         let gpu = gpu(place.0)?;
         gpu.device.make_current()?;
         if config.f32() {
@@ -219,6 +219,7 @@ impl Call {
         }
         let shape = config.shape(None)?;
         let knobs = config.knobs(Knobs::for_gpu(&shape));
+        let inputs = config.inputs(addresses)?;
         let tokens = inputs.0.1 / shape.hidden.max(1);
         // SAFETY: Python gives the handle of its current stream, which lives as long as the process.
         let (stream, capture) = unsafe { (Stream::borrowed(place.1), caller::capture_of(place.1)?) };
@@ -474,19 +475,19 @@ fn run<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Refused> + Send
 pub(crate) fn cuda_forward(
     py: Python<'_>,
     place: Place,
-    config: Config,
-    inputs: Inputs,
-    y: Span,
+    config: &Config,
+    inputs: Vec<usize>,
+    y: usize,
     keep: bool,
     f32_gradients: bool,
 ) -> PyResult<Option<Py<PyAny>>> {
     let lease = run(py, || {
-        let call = Call::new(&place, &config, inputs, f32_gradients)?;
+        let call = Call::new(&place, config, &inputs, f32_gradients)?;
         let lease = call.acquire(keep, place.3)?;
         let mut work = lock(&lease.slot.work);
-        // SAFETY: the spans are tensors of these types: `kodkod._ops` keeps them until the pass is in the stream, whose
+        // SAFETY: the addresses are of tensors of these types: `kodkod._ops` keeps them until the pass is in the stream, whose
         // order is that of torch's allocator; `y` is new.
-        unsafe { call.forward(&lease, &mut work, y)? };
+        unsafe { call.forward(&lease, &mut work, config.rows(y))? };
         drop(work);
         Ok(keep.then_some(lease))
     })?;
@@ -499,25 +500,26 @@ pub(crate) fn cuda_forward(
 pub(crate) fn cuda_backward(
     py: Python<'_>,
     place: Place,
-    config: Config,
-    inputs: Inputs,
+    config: &Config,
+    inputs: Vec<usize>,
     context: usize,
-    dy: Span,
-    dx: Span,
-    d_topk_weights: Span,
-    weight_gradients: Parts,
+    dy: usize,
+    dx: usize,
+    d_topk_weights: usize,
+    weight_gradients: Vec<usize>,
     f32_gradients: bool,
     accumulate: bool,
 ) -> PyResult<()> {
     let kept = context::find(context);
     run(py, || {
-        let call = Call::new(&place, &config, inputs, f32_gradients)?;
-        let rows = [dy, dx, d_topk_weights];
+        let call = Call::new(&place, config, &inputs, f32_gradients)?;
+        let (dy, dx, d_topk_weights) = (config.rows(dy), config.rows(dx), config.routes(d_topk_weights));
+        let (rows, parts) = ([dy, dx, d_topk_weights], config.parts(&weight_gradients)?);
         // SAFETY: as in `cuda_forward`; what is written is new, or accumulators that the caller gave for that.
         let backward = |work: &mut Work| unsafe {
             match f32_gradients {
-                true => call.backward::<f32>(work, rows, weight_gradients, accumulate),
-                false => call.backward::<bf16>(work, rows, weight_gradients, accumulate),
+                true => call.backward::<f32>(work, rows, parts, accumulate),
+                false => call.backward::<bf16>(work, rows, parts, accumulate),
             }
         };
         if let Some(Kept::Gpu(lease)) = kept.as_deref()

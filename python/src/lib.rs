@@ -1,6 +1,6 @@
 //! The compiled half of the Python package: the layer over plain integers.
 //!
-//! 1. Python hands over addresses and lengths; [`memory`] makes slices of them;
+//! 1. Python hands over addresses, and lengths once; [`memory`] makes slices of them;
 //! 2. [`groups`] keeps the expert groups of the process, each under a number;
 //! 3. [`pass`] runs a forward or a backward on the CPU, without the interpreter's lock, [`gpu`] puts it in a stream of a GPU;
 //! 4. [`context`] wraps what a forward leaves for its backward in a DLPack capsule, so that a tensor's life is its own;
@@ -29,5 +29,5 @@ mod _kodkod {
         group_cpu, group_info, group_memory, group_processes, group_rank, group_refuse, group_trim,
     };
     #[pymodule_export]
-    use super::pass::{backward, forward};
+    use super::pass::{Config, backward, forward};
 }

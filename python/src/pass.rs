@@ -9,7 +9,7 @@ use kodkod::{
 use pyo3::prelude::*;
 
 use crate::context::{self, Kept, Left};
-use crate::errors::without_lock;
+use crate::errors::{exception, without_lock};
 use crate::groups::group;
 use crate::memory::{Span, elements, elements_mut};
 
@@ -22,15 +22,44 @@ type KnobValues = [Option<usize>; 5];
 /// Gate, up, down; their biases; the shared gate, up, down and output gate.
 pub(crate) type Parts = [Option<Span>; 10];
 
-/// All but the tensors: the group's number, sizes, activation, knobs, whether rows and weights are `f32`.
-#[derive(FromPyObject)]
-pub(crate) struct Config(usize, Sizes, Act, KnobValues, bool);
+/// What calls of the same shapes and options share: all but the tensors.
+#[pyclass(frozen, module = "kodkod._kodkod")]
+pub(crate) struct Config {
+    group: usize,
+    sizes: Sizes,
+    activation: Act,
+    knobs: KnobValues,
+    f32: bool,
+    wide: bool,
+    counts: Vec<usize>,
+}
+
+#[pymethods]
+impl Config {
+    /// `f32`: rows and weights are, else `bf16`. `wide`: ids are 64-bit, else 32. `counts`: elements of x, ids, router weights
+    /// and each weight that there is, in the order of [`Parts`].
+    #[new]
+    fn new(
+        group: usize,
+        sizes: Sizes,
+        activation: Act,
+        knobs: KnobValues,
+        f32: bool,
+        wide: bool,
+        counts: Vec<usize>,
+    ) -> PyResult<Self> {
+        let config = Config { group, sizes, activation, knobs, f32, wide, counts };
+        let needed = 3 + config.present().into_iter().filter(|&present| present).count();
+        Error::check_len("counts", config.counts.len(), &[("tensors", needed)]).map_err(|e| exception(&e))?;
+        Ok(config)
+    }
+}
 
 impl Config {
     /// The layer's shape, with the experts of all ranks where those are not the ones with weights here.
     pub(crate) fn shape(&self, experts: Option<usize>) -> Result<Shape> {
-        let (hidden, intermediate, with_weights, top_k, shared, output_gate, biases) = self.1;
-        let (name, limit, alpha) = &self.2;
+        let (hidden, intermediate, with_weights, top_k, shared, output_gate, biases) = self.sizes;
+        let (name, limit, alpha) = &self.activation;
         let (limit, alpha) = (*limit, *alpha);
         let activation = match name.as_str() {
             "swiglu" => Activation::SwiGlu { limit },
@@ -47,7 +76,7 @@ impl Config {
 
     /// The defaults with what the caller gave.
     pub(crate) fn knobs(&self, default: Knobs) -> Knobs {
-        let [fwd_comm_sms, bwd_comm_sms, minibatch, ring, saved] = self.3;
+        let [fwd_comm_sms, bwd_comm_sms, minibatch, ring, saved] = self.knobs;
         let mut knobs = default.with_rows(minibatch, ring, saved);
         knobs.fwd_comm_sms = fwd_comm_sms.unwrap_or(knobs.fwd_comm_sms);
         knobs.bwd_comm_sms = bwd_comm_sms.unwrap_or(knobs.bwd_comm_sms);
@@ -56,7 +85,41 @@ impl Config {
 
     /// Whether rows and weights are `f32`, else `bf16`.
     pub(crate) fn f32(&self) -> bool {
-        self.4
+        self.f32
+    }
+
+    /// Which of a layer's weights there are.
+    fn present(&self) -> [bool; 10] {
+        let (.., shared, output_gate, biases) = self.sizes;
+        let shared = shared > 0;
+        [true, true, true, biases, biases, biases, shared, shared, shared, output_gate]
+    }
+
+    /// Tensors of these addresses: x, ids, router weights, weights.
+    pub(crate) fn inputs(&self, addresses: &[usize]) -> Result<Inputs> {
+        let [x, ids, topk_weights, weights @ ..] = addresses else {
+            return Err(Error::invalid("addresses", addresses.len(), "those of all tensors are needed"));
+        };
+        let (x, ids, topk_weights) = (self.rows(*x), self.routes(*ids), self.routes(*topk_weights));
+        Ok((x, ids, self.wide, topk_weights, self.parts(weights)?))
+    }
+
+    /// Rows as those of x.
+    pub(crate) fn rows(&self, address: usize) -> Span {
+        (address, self.counts[0])
+    }
+
+    /// A number a route.
+    pub(crate) fn routes(&self, address: usize) -> Span {
+        (address, self.counts[1])
+    }
+
+    /// Weights, or gradients of their shapes.
+    pub(crate) fn parts(&self, addresses: &[usize]) -> Result<Parts> {
+        let counts = &self.counts[3..];
+        Error::check_len("addresses", addresses.len(), &[("weights", counts.len())])?;
+        let mut spans = addresses.iter().copied().zip(counts.iter().copied());
+        Ok(self.present().map(|present| if present { spans.next() } else { None }))
     }
 }
 
@@ -72,15 +135,16 @@ struct Call {
 }
 
 impl Call {
-    fn new(py: Python<'_>, config: Config, inputs: Inputs) -> PyResult<Self> {
-        let group = group(py, config.0)?;
+    fn new(py: Python<'_>, config: &Config, addresses: &[usize]) -> PyResult<Self> {
+        let group = group(py, config.group)?;
         // A process has the weights of its own experts alone.
-        let all = group.rank().map(|_| config.1.2.saturating_mul(group.ranks()));
+        let all = group.rank().map(|_| config.sizes.2.saturating_mul(group.ranks()));
         let shape = match config.shape(all) {
             Ok(shape) => shape,
             Err(error) => return without_lock(py, || Err(group.refuse(error))),
         };
         let knobs = config.knobs(Knobs::for_shape(&shape));
+        let inputs = config.inputs(addresses).map_err(|e| exception(&e))?;
         Ok(Call { group, shape, knobs, f32: config.f32(), inputs })
     }
 
@@ -282,25 +346,26 @@ unsafe fn write<T: Copy>(name: &str, values: &[T], to: Span) -> Result<()> {
     Ok(())
 }
 
-/// Writes `y`; with `keep` it returns the DLPack capsule of the context. The spans are the caller's memory, which nobody may
-/// write during the call.
+/// Writes `y`; with `keep` it returns the DLPack capsule of the context. The addresses are the caller's memory, which nobody
+/// may write during the call.
 #[pyfunction]
 pub(crate) fn forward(
     py: Python<'_>,
-    config: Config,
-    inputs: Inputs,
-    y: Span,
+    config: &Config,
+    inputs: Vec<usize>,
+    y: usize,
     keep: bool,
 ) -> PyResult<Option<Py<PyAny>>> {
     fn run<T: Element>(call: &Call, y: Span) -> Result<Left<T>> {
-        // SAFETY: the spans are live tensors of these types: `kodkod._ops` holds them for the call, and `y` is new.
+        // SAFETY: the addresses are of live tensors of these types: `kodkod._ops` holds them for the call, and `y` is new.
         unsafe {
             let (out, left) = call.forward()?;
             write("y", &out, y)?;
             Ok(left)
         }
     }
-    let call = Call::new(py, config, inputs)?;
+    let call = Call::new(py, config, &inputs)?;
+    let y = config.rows(y);
     let kept = without_lock(py, || {
         let kept = match call.f32 {
             true => Kept::F32(run(&call, y)?),
@@ -316,13 +381,13 @@ pub(crate) fn forward(
 #[pyfunction]
 pub(crate) fn backward(
     py: Python<'_>,
-    config: Config,
-    inputs: Inputs,
+    config: &Config,
+    inputs: Vec<usize>,
     context: usize,
-    dy: Span,
-    dx: Span,
-    d_topk_weights: Span,
-    weight_gradients: Parts,
+    dy: usize,
+    dx: usize,
+    d_topk_weights: usize,
+    weight_gradients: Vec<usize>,
     f32_gradients: bool,
     accumulate: bool,
 ) -> PyResult<()> {
@@ -335,7 +400,7 @@ pub(crate) fn backward(
         parts: Parts,
         accumulate: bool,
     ) -> Result<()> {
-        // SAFETY: the spans are live tensors of these types: `kodkod._ops` holds them for the call, and those that are
+        // SAFETY: the addresses are of live tensors of these types: `kodkod._ops` holds them for the call, and those that are
         // written are new, or accumulators that the caller gave for that.
         unsafe {
             let (out, d_w) = call.backward::<T, G>(left, dy, parts, accumulate)?;
@@ -343,8 +408,10 @@ pub(crate) fn backward(
             write("d_topk_weights", &d_w, d_topk_weights)
         }
     }
-    let call = Call::new(py, config, inputs)?;
+    let call = Call::new(py, config, &inputs)?;
     let kept = context::find(context);
+    let (dy, dx, d_w) = (config.rows(dy), config.rows(dx), config.routes(d_topk_weights));
+    let parts = config.parts(&weight_gradients).map_err(|e| exception(&e))?;
     without_lock(py, || {
         let (kept_f32, kept_bf16): (Option<&Left<f32>>, Option<&Left<bf16>>) =
             match kept.as_ref().map(Arc::as_ref) {
@@ -352,7 +419,6 @@ pub(crate) fn backward(
                 Some(Kept::Bf16(left)) => (None, Some(left)),
                 Some(Kept::Gpu(_)) | None => (None, None),
             };
-        let (parts, d_w) = (weight_gradients, d_topk_weights);
         match (call.f32, f32_gradients) {
             (true, true) => run::<f32, f32>(&call, kept_f32, dy, dx, d_w, parts, accumulate),
             (true, false) => run::<f32, bf16>(&call, kept_f32, dy, dx, d_w, parts, accumulate),
