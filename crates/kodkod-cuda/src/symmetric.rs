@@ -148,3 +148,55 @@ impl SymmetricMemory {
         self.addresses.iter().enumerate().map(place).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kodkod_core::Shared;
+
+    use super::*;
+
+    /// What lies where: apart, aligned, within the bytes that are asked for, and the words first.
+    #[test]
+    fn places_lie_apart_within_the_memory() {
+        let plain = Shape::new(64, 128, 8, 3);
+        let shared = Shape { shared: Some(Shared { intermediate: 192, output_gate: true }), ..plain.clone() };
+        let knobs = Knobs::for_gpu(&plain);
+        for (shape, tokens) in [(&plain, vec![5, 0]), (&shared, vec![0, 700]), (&shared, vec![300, 1, 0, 9])]
+        {
+            for gradients in [Precision::F32, Precision::Bf16] {
+                let bytes = SymmetricMemory::bytes_for(shape, &knobs, &tokens, gradients).unwrap();
+                let sizes = Sizes::new(shape, &knobs, &tokens).unwrap();
+                for rank in 0..tokens.len() {
+                    let base = 1 << 40;
+                    let mut room = Room::Within { base, used: 0 };
+                    let r = Reached::new(&mut room, shape, &sizes, &tokens, rank, gradients, true).unwrap();
+                    let staged = r.staged.as_ref().unwrap();
+                    fn place<T: Copy>(b: &Buffer<T>) -> (u64, u64) {
+                        (b.address(), (b.len() * size_of::<T>()) as u64)
+                    }
+                    let mut places = vec![place(&r.words.stall), place(&r.words.abort), place(&r.words.met)];
+                    places.extend([
+                        place(&r.words.epoch),
+                        place(&r.counters),
+                        place(&r.combine),
+                        place(&r.d_w),
+                    ]);
+                    places.extend([place(&r.output_gates), place(&staged.x), place(&staged.dy)]);
+                    places.extend([place(&staged.ids), place(&staged.topk_weights)]);
+                    places.extend(r.shared_carry.iter().map(place));
+                    places.extend(staged.shared.iter().map(place));
+                    places.push(place(&staged.shared_output_gate));
+                    assert_eq!(places[0].0, base);
+                    places.retain(|place| place.1 > 0);
+                    places.sort_unstable();
+                    assert!(places.iter().all(|place| place.0 % 256 == 0));
+                    assert!(places.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "{places:?}");
+                    let end = places.last().map_or(0, |place| place.0 + place.1);
+                    assert!(end <= base + bytes as u64, "{end} of {bytes}");
+                    // The sums of the shared experts are the first rank's alone.
+                    assert_eq!(staged.shared[0].is_empty(), rank > 0 || shape.shared.is_none());
+                }
+            }
+        }
+    }
+}

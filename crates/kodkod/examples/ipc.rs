@@ -5,7 +5,7 @@
 //!     ipc --kill [--devices 0,1]            the last rank is killed in mid-pass: the others name it
 //!     ipc --compile [--devices 0,1]         fills the kernel cache; no GPU is needed
 //!
-//! With a device twice (`--devices 0,0`) the GPU runs the processes by turns: slow, and waits may trip the limit.
+//! With a device twice (`--devices 0,0`) the GPU runs the processes by turns: slow, and waits may outlast the limit.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -152,7 +152,7 @@ fn cases(ranks: usize) -> Vec<Case> {
     all.biases = true;
     all.shared = Some(Shared { intermediate: 128, output_gate: true });
     all.activation = Activation::SwiGluOai { alpha: 1.702, limit: Some(1.2) };
-    let plain = Shape::new(1024, 512, 32, 4);
+    let plain = Shape::new(512, 256, 16, 4);
     let splits = |tokens: usize| {
         let last = |n: usize| [vec![0; ranks - 1], vec![n]].concat();
         // Evenly; all on the last rank; few on the last.
@@ -169,7 +169,7 @@ fn cases(ranks: usize) -> Vec<Case> {
     };
     let small = Knobs::for_gpu(&all).with_rows(Some(128), Some(256), Some(128));
     let large = Knobs::for_gpu(&plain);
-    vec![case("all options", all, 700, small), case("plain", plain, 4096, large)]
+    vec![case("all options", all, 700, small), case("plain", plain, 8192, large)]
 }
 
 fn compile(a: &Arguments) -> Outcome {

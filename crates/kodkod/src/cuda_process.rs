@@ -182,7 +182,8 @@ impl Drop for CudaProcess {
 /// gradients that are on its GPU already; else as [`RankLayer`](crate::RankLayer). Its calls return when the work is
 /// queued. They run one after the other, whichever streams they are called with.
 ///
-/// All ranks make the same calls in the same order. A call waits on the host until all ranks have made it.
+/// All ranks make the same calls in the same order. A call waits on the host until all ranks have made it, so passes
+/// cannot be captured in a CUDA graph.
 pub struct DeviceRankLayer {
     /// The last used first.
     held: Mutex<Vec<Held>>,
@@ -661,5 +662,37 @@ impl Host {
             (Some(step), Some(weights), Some(stream)) => Ok((step, weights, stream)),
             _ => Err(Error::Internal("nothing was copied to the GPU".into())),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_come_back_from_their_text() {
+        let bytes: [u8; 64] = std::array::from_fn(|at| (at * 37) as u8);
+        let text = format!("{} 4096", bytes.iter().map(|b| format!("{b:02x}")).collect::<String>());
+        assert_eq!(parse(&text), Some((IpcHandle(bytes), 4096)));
+        for wrong in ["", "00 1", &text[..40], &text.replace(' ', ""), &text.replacen("00", "0g", 1)] {
+            assert_eq!(parse(wrong), None, "{wrong}");
+        }
+    }
+
+    /// Before any GPU is looked for.
+    #[test]
+    fn arguments_out_of_range_are_named() {
+        let join = |rank, ranks, name: &str, wait_limit| {
+            let group = ExpertGroup::cuda_ipc(rank, ranks, name, 0, CudaOptions { wait_limit });
+            let error = group.map(drop).unwrap_err().to_string();
+            println!("{error}");
+            error
+        };
+        let second = Duration::from_secs(1);
+        assert_eq!(join(0, 0, "a", second), "ranks is 0: 1 to 8 are allowed on GPUs");
+        assert_eq!(join(0, 9, "a", second), "ranks is 9: 1 to 8 are allowed on GPUs");
+        assert_eq!(join(2, 2, "a", second), "rank is 2: 0 to 1 are allowed");
+        assert_eq!(join(0, 2, "", second), "name is \"\": 1 to 200 bytes without NUL are needed");
+        assert_eq!(join(0, 2, "a", Duration::ZERO), "wait_limit is 0: a positive time is needed");
     }
 }

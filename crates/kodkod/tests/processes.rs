@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use common::{Random, Step, shapes};
 use kodkod::program::Stream;
 use kodkod::{
-    Biases, CpuOptions, Element, Error, ExpertGroup, GradientElement, Isa, Knobs, MoeLayer, RankContext,
-    RankLayer, Routing, Shape, SharedWeights, StallHook, WeightGradients, Weights, bf16,
+    Biases, CpuOptions, CudaOptions, Element, Error, ExpertGroup, GradientElement, Isa, Knobs, MoeLayer,
+    RankContext, RankLayer, Routing, Shape, SharedWeights, StallHook, WeightGradients, Weights, bf16,
 };
 
 // ---- the parent ----
@@ -197,6 +197,16 @@ fn ranks_that_do_not_come_to_the_meeting_are_named() {
     }
 }
 
+/// Without a driver both ranks hear that; with one, that rank 1 asks for a GPU that is not there.
+#[test]
+fn a_gpu_that_cannot_be_used_is_an_error_on_every_rank() {
+    let said = Ranks::start("no-gpu", 2).finish(&[]);
+    for said in &said {
+        assert!(said.contains("CUDA driver") || said.contains("GPU 999"), "{said}");
+    }
+    assert_nothing_left("no-gpu", 2);
+}
+
 #[test]
 fn a_file_that_a_killed_group_left_gives_way() {
     let file = format!("kodkod-{}", name_of("again", 2));
@@ -258,6 +268,11 @@ fn one_rank() {
         "meeting" => {
             let wait_limit = Duration::from_millis(1500);
             say(me.try_join(CpuOptions { threads: 1, wait_limit, ..CpuOptions::default() }).unwrap_err());
+        }
+        "no-gpu" => {
+            let device = if me.rank == 1 { 999 } else { 0 };
+            let group = ExpertGroup::cuda_ipc(me.rank, me.ranks, &me.name, device, CudaOptions::default());
+            say(group.unwrap_err());
         }
         "again" => {
             // A name is free again as soon as its group has met, and groups live beside each other.
