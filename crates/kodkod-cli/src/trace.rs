@@ -90,16 +90,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         Precision::F32 => passes::<f32>,
         Precision::Bf16 => passes::<bf16>,
     };
-    let (stamps, forward) =
+    let (forward, backward, crossings) =
         passes(&gpus, &args, &knobs, &split).with_context(|| format!("--shape {}", args.shape.name))?;
+    let stamps = [&forward[..], &backward[..]].concat();
     let write = |path: &Path, text: String| {
         std::fs::write(path, text).with_context(|| format!("--out: {}", path.display()))
     };
     write(&args.out, chrome_json(&stamps))?;
     write(&svg_path, svg(&stamps))?;
 
-    let (forward, backward) = stamps.split_at(forward);
-    let passes = [Pass::new("forward", forward, device.sms()), Pass::new("backward", backward, device.sms())];
+    let sms = device.sms() * gpus.len() as u32;
+    let passes = [Pass::new("forward", &forward, sms), Pass::new("backward", &backward, sms)];
     if args.json {
         let object = json!({
             "device": args.device.to_string(), "gpu": device.name(), "sms": device.sms(), "shape": args.shape.name,
@@ -107,12 +108,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             "minibatch_rows": knobs.minibatch_rows, "ring_rows": knobs.ring_rows,
             "saved_rows": (knobs.saved_rows != Knobs::ALL).then_some(knobs.saved_rows),
             "fwd_comm_sms": knobs.fwd_comm_sms, "bwd_comm_sms": knobs.bwd_comm_sms,
+            "rows_pulled_from_other_ranks": crossings[0], "rows_copied_from_those": crossings[1],
             "trace": args.out, "timeline": svg_path, "passes": passes.each_ref().map(Pass::json),
         });
         println!("{object}");
     } else {
         println!(
-            "{}, {} SMs; {}, {} ranks, {} tokens each, gradients in {}",
+            "{}{}, {} SMs; {}, {} ranks, {} tokens each, gradients in {}",
+            if gpus.len() > 1 { format!("{} x ", gpus.len()) } else { String::new() },
             device.name(),
             device.sms(),
             args.shape.name,
@@ -127,6 +130,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
                 pass.name,
                 pass.ms(),
                 1e2 * pass.idle()
+            );
+        }
+        if args.ranks > 1 {
+            let [pulled, copied] = crossings;
+            println!(
+                "rows of other ranks' tokens: {pulled} pulled from them, {copied} copied from one of those"
             );
         }
         println!(
@@ -163,42 +172,68 @@ fn svg_beside(out: &Path) -> anyhow::Result<PathBuf> {
     Ok(timeline)
 }
 
-/// The stamps of a forward and a backward that run one right after the other, in order of their begin, and how many are
-/// the forward's.
+/// The stamps of a forward and of the backward after it, in order of their begin, and how many rows crossed from rank to rank,
+/// and did not have to.
 fn passes<G: GradientElement>(
     gpus: &[Arc<driver::Device>],
     args: &Args,
     knobs: &Knobs,
     split: &[usize],
-) -> anyhow::Result<(Vec<Stamp>, usize)> {
+) -> anyhow::Result<(Vec<Stamp>, Vec<Stamp>, [u64; 2])> {
     let shape = &args.shape.shape;
     let step: Step<bf16> = random_step(shape, split.iter().sum(), true, 1);
     let on_gpus = OnGpus::<G>::new(gpus, knobs, &step, split, CudaLayer::traced)?;
     let layer = &on_gpus.layer;
-    // Two to warm up. A forward alone then says how many of the stamps are a forward's.
+    // Two to warm up.
     for _ in 0..2 {
         on_gpus.forward()?;
         on_gpus.backward()?;
         layer.finish()?;
     }
-    layer.clear_stamps()?;
-    on_gpus.forward()?;
-    layer.finish()?;
-    let forward = layer.stamps()?.len();
-    layer.clear_stamps()?;
-    on_gpus.forward()?;
-    on_gpus.backward()?;
-    layer.finish()?;
-    let mut stamps = layer.stamps()?;
-    if (0..args.ranks).any(|rank| stamps.iter().filter(|s| s.rank == rank).count() >= STAMPS) {
-        eprintln!(
-            "note: only the first {STAMPS} tasks of a rank are in the trace; fewer experts or tokens have fewer"
-        );
+    let (mut from, mut crossings) = (0, [0, 0]);
+    let mut stamps = |run: &dyn Fn() -> kodkod::cuda::Result<()>| -> anyhow::Result<Vec<Stamp>> {
+        layer.clear_stamps()?;
+        run()?;
+        layer.finish()?;
+        let mut stamps = layer.stamps()?;
+        if (0..args.ranks).any(|rank| stamps.iter().filter(|s| s.rank == rank).count() >= STAMPS) {
+            eprintln!(
+                "note: only the first {STAMPS} tasks of a rank are in the trace; fewer experts or tokens have fewer"
+            );
+        }
+        for [pulled, copied] in layer.crossings()? {
+            crossings = [crossings[0] + u64::from(pulled), crossings[1] + u64::from(copied)];
+        }
+        align(&mut stamps, gpus.len() > 1, from);
+        from = stamps.iter().map(|s| s.end).max().unwrap_or(0) + PAUSE;
+        Ok(stamps)
+    };
+    let forward = stamps(&|| on_gpus.forward())?;
+    let backward = stamps(&|| on_gpus.backward())?;
+    Ok((forward, backward, crossings))
+}
+
+/// Nanoseconds between the forward and the backward in a trace, so that they can be told apart.
+const PAUSE: u64 = 20_000;
+
+/// Makes a pass's first task begin at `from`, and sorts by begin. GPUs have clocks of their own: each rank's first task then
+/// begins there, since ranks begin together.
+fn align(stamps: &mut [Stamp], own_clocks: bool, from: u64) {
+    let of = |s: &Stamp| if own_clocks { s.rank } else { 0 };
+    let mut first = std::collections::BTreeMap::new();
+    for s in stamps.iter() {
+        let begin = first.entry(of(s)).or_insert(s.begin);
+        *begin = s.begin.min(*begin);
     }
-    // No task of the backward begins before the forward has ended.
+    for s in stamps.iter_mut() {
+        let begin = first[&of(s)];
+        for time in [&mut s.begin, &mut s.loaded, &mut s.product, &mut s.end] {
+            if *time != 0 {
+                *time = *time - begin + from;
+            }
+        }
+    }
     stamps.sort_by_key(|s| s.begin);
-    let forward = forward.min(stamps.len());
-    Ok((stamps, forward))
 }
 
 /// One pass in sums.

@@ -22,11 +22,10 @@ using Gradient = float;
 constexpr u32 GRADIENT_COLUMNS = 128 / sizeof(Gradient);
 
 struct Backward {
-    static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32 rank, u32& uses) {
+    static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32& uses) {
         Tracer tracer;
-        bool grad = t.kind == program::PULL_GRAD;
-        bf16* to = grad ? p.ring_dy + u64(program::ring_row(q, t.a)) * HIDDEN_SIZE : p.kept_x + u64(program::kept_row(q, t.a)) * HIDDEN_SIZE;
-        ::pull(p, s, stages, t, rank, grad ? p.dy_of[t.b] : p.x_of[t.b], to, uses);
+        if (t.kind == program::PULL_GRAD) ::pull<true>(p, q, s, stages, t, uses);
+        else ::pull<false>(p, q, s, stages, t, uses);
         if (threadIdx.x == 0) tracer.end(p, t.kind, 0, t.a, t.b);
     }
 

@@ -8,14 +8,14 @@
 namespace {
 
 struct Forward {
-    static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32 rank, u32& uses) {
+    static __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32& uses) {
         Tracer tracer;
-        ::pull(p, s, stages, t, rank, p.x_of[t.b], p.kept_x + u64(program::kept_row(q, t.a)) * HIDDEN_SIZE, uses);
+        ::pull<false>(p, q, s, stages, t, uses);
         if (threadIdx.x == 0) tracer.end(p, t.kind, 0, t.a, t.b);
     }
 
     // So many that the first tiles do not wait, so few that memory gives each the rate it has alone.
-    static __device__ __forceinline__ u64 first_pulls(const program::Program& q) { return min(program::before(q, program::COMM, min(q.minibatches, 1u)), u64(40)); }
+    static __device__ __forceinline__ u64 first_pulls(const program::Program& q) { return min(program::before(q, program::COMM, min(q.minibatches, 1u)), u64(40) * RANKS); }
 
     static __device__ __forceinline__ u32 blocks(const program::Program&, const Work& w) {
         u32 width = w.expert >= LOCAL ? SHARED_SIZE : INNER_SIZE;

@@ -3,7 +3,7 @@
 
 // One warp, lane r for rank r. Each rank tells all of its epoch, and waits until all have told theirs: what the ranks'
 // streams did before is visible after. A rank that does not come within the limit is named, and the pass given up.
-extern "C" __global__ void meet(MeetParams p) {
+extern "C" __global__ void meet(const __grid_constant__ MeetParams p) {
     u32 r = threadIdx.x, epoch = *p.epoch + 1;
     bool met = true;
     __syncwarp();
@@ -25,7 +25,7 @@ extern "C" __global__ void meet(MeetParams p) {
 }
 
 // ids and router weights of all ranks, one after the other.
-extern "C" __global__ void __launch_bounds__(256) gather(GatherParams p) {
+extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__ GatherParams p) {
     u32 first = blockIdx.x * 256 + threadIdx.x, step = gridDim.x * 256;
     u64 at = 0;
     for (u32 r = 0; r < RANKS; r++) {

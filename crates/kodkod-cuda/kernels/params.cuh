@@ -16,11 +16,12 @@ struct ScheduleParams {
     const int* ids[RANKS];  // [tokens, top_k] of each rank
     u32 tokens[RANKS];
     u32 rank;
-    u32* counts;  // [experts]
+    u32* counts;  // [experts], then of each expert and source rank what each warp of schedule_place places: [experts, ranks, 32]
     u32* rows;
     u32* first_block;
     u32* first_run;
     uint2* sources;  // [rows, padding included]
+    u32* row_of;     // of all ranks' routes, those of local experts: the row
     program::Program* programs;  // forward, backward
 };
 
@@ -69,6 +70,8 @@ struct PassParams {
     const bf16* dy_of[RANKS];     // dy
     const float* factors[RANKS];  // router weights of each rank, [tokens, top_k]
     const int* ids;               // this rank's, [tokens, top_k]
+    const int* ids_of[RANKS];     // each rank's
+    const u32* row_of[RANKS];     // of each rank's routes, those of local experts: the row
     bf16* kept_x;                 // [kept rows, hidden]
     bf16* kept_g;                 // [kept rows, width]
     bf16* kept_u;                 // [kept rows, width]
@@ -102,6 +105,6 @@ struct PassParams {
     // A test hook: the compute task of this kind, block (or expert) and tile does not end until all give up. Kind ~0: none.
     u32 hang_kind, hang_a, hang_b;
     Stamp* stamps;  // [stamps_most]; the count of all tasks is in `stamped`
-    u32* stamped;
+    u32* stamped;  // then rows pulled from other ranks, and rows taken from a row that was
     u32 stamps_most;
 };

@@ -130,20 +130,56 @@ template <typename T> __device__ __forceinline__ auto matrix_rows(T* matrix, u32
     return [=](u32 r) { return reinterpret_cast<char*>(first + u64(r) * pitch); };
 }
 
-// Rows of `block` whose tokens `source` holds, copied into its slots; the rank's own task also zeroes the padding rows,
-// since a weight gradient sums over them. All threads of the CTA: each warp moves rows of its own, in pieces, through
-// DEPTH buffers, so that DEPTH - 1 loads are under way while one piece is stored.
+// A row of a token of another rank that an earlier task of this pass, or the forward, has pulled for another of the token's
+// experts, and that still lies in its slot; ~0 where there is none. Returns when it is there.
+template <bool GRAD> __device__ __forceinline__ u32 row_here(const PassParams& p, const program::Program& q, const program::Task& t, u32 slot) {
+    u32 route = slot / SLOTS * TOP_K, minibatch = t.a / q.per_minibatch, best = ~0u;
+#pragma unroll 8
+    for (u32 k = 0; k < TOP_K; k++) {
+        if (static_cast<u32>(__ldg(p.ids_of[t.b] + route + k)) - q.rank * LOCAL >= LOCAL) continue;
+        u32 row = __ldg(p.row_of[t.b] + route + k), block = row / 128, other = block / q.per_minibatch;
+        bool visited = q.pass == program::FORWARD ? other > minibatch : other < minibatch;
+        bool there = other == minibatch ? block < t.a : !GRAD && visited && other < q.saved;
+        if (there) best = min(best, row);
+    }
+    // In a backward, what was saved is there.
+    if (best != ~0u && (GRAD || q.pass == program::FORWARD || best / 128 / q.per_minibatch >= q.saved)) {
+        wait_for(p, q, t, {{GRAD ? program::GRAD_PULLED : program::PULLED, best / 128}, RANKS});
+    }
+    return best;
+}
+
+// Rows of `block` whose tokens `source` holds, copied into its slots: of x, or of dy where GRAD. A token of another rank
+// crosses once for all its experts here, as far as its row stays; the others are copied from that. The rank's own task also
+// zeroes the padding rows, since a weight gradient sums over them. All threads of the CTA: each warp moves rows of its own, in
+// pieces, through DEPTH buffers, so that DEPTH - 1 loads are under way while one piece is stored.
 constexpr u32 PIECE = 4096, DEPTH = 4, WARPS = THREADS / 32;
 static_assert(WARPS * DEPTH * PIECE <= gemm::STAGES * gemm::STAGE_BYTES && WARPS * DEPTH <= sizeof(Shared::row_full) / 8, "room");
-__device__ __forceinline__ void pull(const PassParams& p, Shared& s, char* stages, const program::Task& t, u32 rank, const bf16* input, bf16* slots, u32& uses) {
+template <bool GRAD> __device__ __forceinline__ void pull(const PassParams& p, const program::Program& q, Shared& s, char* stages, const program::Task& t, u32& uses) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr u32 ROW_BYTES = HIDDEN_SIZE * 2, PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
+    auto slot_of = [&](u32 row) {
+        u32 first = GRAD ? program::ring_row(q, row / 128) : program::kept_row(q, row / 128);
+        return reinterpret_cast<char*>(GRAD ? p.ring_dy : p.kept_x) + u64(first + row % 128) * ROW_BYTES;
+    };
+    char* slots = slot_of(t.a * 128);
     const uint2* rows = p.sources + t.a * 128;
     // Lane i holds the source of this warp's i-th row.
     u32 mine = warp + lane * WARPS;
     uint2 source = mine < 128 ? rows[mine] : make_uint2(~0u, 0);
     u32 wanted = __ballot_sync(~0u, source.x == t.b && mine < 128);
     u32 padding = __ballot_sync(~0u, source.x == ~0u && mine < 128);
+    const char* from = reinterpret_cast<const char*>(GRAD ? p.dy_of[t.b] : p.x_of[t.b]) + u64(source.y / SLOTS) * ROW_BYTES;
+    if (RANKS > 1 && t.b != q.rank) {
+        if (wanted >> lane & 1) {
+            u32 here = source.y % SLOTS < TOP_K ? row_here<GRAD>(p, q, t, source.y) : ~0u;
+            if (here != ~0u) from = slot_of(here);
+            if (TRACE) atomicAdd(p.stamped + (here == ~0u ? 1 : 2), 1);
+        }
+        __syncwarp();
+        // What other CTAs' copies have left is read by this one's.
+        ptx::proxy_fence();
+    }
     char* buffers = stages + warp * DEPTH * PIECE;
     u64* full = &s.row_full[warp * DEPTH];
     u32 moved = uses;  // pieces stored
@@ -161,15 +197,14 @@ __device__ __forceinline__ void pull(const PassParams& p, Shared& s, char* stage
     u32 next_rows = wanted, next_piece = 0;
     auto store_next = [&] {
         u32 r = warp + (__ffs(next_rows) - 1) * WARPS;
-        store_oldest(reinterpret_cast<char*>(slots) + u64(r) * ROW_BYTES + next_piece * PIECE, bytes_of(next_piece));
+        store_oldest(slots + u64(r) * ROW_BYTES + next_piece * PIECE, bytes_of(next_piece));
         if (++next_piece == PIECES) {
             next_piece = 0;
             next_rows &= next_rows - 1;
         }
     };
     for (u32 left = wanted; left; left &= left - 1) {
-        u32 slot = __shfl_sync(~0u, source.y, __ffs(left) - 1);
-        const char* row = reinterpret_cast<const char*>(input) + u64(slot / SLOTS) * ROW_BYTES;
+        const char* row = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<u64>(from), __ffs(left) - 1));
         for (u32 piece = 0; piece < PIECES; piece++) {
             if (uses - moved == DEPTH - 1) store_next();
             if (lane == 0) {
@@ -184,10 +219,10 @@ __device__ __forceinline__ void pull(const PassParams& p, Shared& s, char* stage
     while (moved != uses) store_next();
     if (lane == 0) ptx::bulk_wait<0>();
     __syncwarp();
-    if (t.b == rank) {
+    if (t.b == q.rank) {
         for (; padding; padding &= padding - 1) {
             u32 r = warp + (__ffs(padding) - 1) * WARPS;
-            uint4* at = reinterpret_cast<uint4*>(slots + u64(r) * HIDDEN_SIZE);
+            uint4* at = reinterpret_cast<uint4*>(slots + u64(r) * ROW_BYTES);
             for (u32 i = lane; i < ROW_BYTES / 16; i += 32) at[i] = make_uint4(0, 0, 0, 0);
         }
     }
@@ -430,7 +465,7 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
     u64 pulls_end = pulls ? comm_end : Ops::first_pulls(q);
     u32 uses = 0;
     while (next_comm(pulls ? draw(0) : draw_below(0, u32(pulls_end)), pulls_end)) {
-        Ops::pull(p, q, s, stages, s.comm, rank, uses);
+        Ops::pull(p, q, s, stages, s.comm, uses);
         __syncthreads();
         if (threadIdx.x == 0) arrive(p, q, s.comm);
     }

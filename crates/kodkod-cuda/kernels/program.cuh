@@ -180,8 +180,8 @@ __host__ __device__ inline void comm_task(const Program& p, u32 minibatch, u32 l
     u32 first = minibatch * p.per_minibatch, n = block_after(p, minibatch) - first;
     u32 round = local / (p.ranks * n);
     local %= p.ranks * n;
-    t.a = first + local % n;
-    t.b = (p.rank + local / n) % p.ranks;
+    t.a = first + local / p.ranks;
+    t.b = (p.rank + local % p.ranks) % p.ranks;
     bool forward = p.pass == FORWARD, grad = !forward && (round == 1 || minibatch < p.kept);
     t.kind = grad ? PULL_GRAD : PULL;
     t.arrives[0] = here(grad ? GRAD_PULLED : PULLED, t.a);

@@ -5,9 +5,9 @@
 
 namespace {
 
-constexpr u32 COUNT_THREADS = 512, PLACE_THREADS = 1024;
+constexpr u32 THREADS = 1024, WARPS = THREADS / 32;
 constexpr u32 LOCAL = EXPERTS / RANKS, ALL = LOCAL + (SHARED_SIZE > 0);
-static_assert(ALL <= PLACE_THREADS, "one thread an expert");
+static_assert(ALL <= THREADS, "one thread an expert");
 
 // Four ids from `i` on; -2, which is no expert's, beyond the end.
 __device__ __forceinline__ int4 four_ids(const int* ids, u32 i, u32 n, bool aligned) {
@@ -54,35 +54,47 @@ struct SharedRows {
     }
 };
 
+// What a warp of schedule_place looks at of a rank's ids: a contiguous part of them, lane l's fours from `from` on, by 128.
+struct Part {
+    u32 from, until;
+    __device__ __forceinline__ explicit Part(u32 routes) {
+        u32 each = (routes + THREADS * 4 - 1) / (THREADS * 4) * 128, warp = threadIdx.x / 32;
+        from = warp * each + threadIdx.x % 32 * 4, until = min((warp + 1) * each, routes);
+    }
+};
+
 }  // namespace
 
-// Grid: one CTA an expert, all ranks'. counts[expert] = rows.
-extern "C" __global__ void __launch_bounds__(COUNT_THREADS) schedule_count(ScheduleParams p) {
-    __shared__ u32 sums[COUNT_THREADS / 32];
+// Grid: one CTA an expert, all ranks'. counts[expert] = rows, and each warp's.
+extern "C" __global__ void __launch_bounds__(THREADS) schedule_count(const __grid_constant__ ScheduleParams p) {
+    __shared__ u32 sums[WARPS];
     int expert = static_cast<int>(blockIdx.x);
-    u32 n = 0;
+    u32 all = 0, warp = threadIdx.x / 32;
     for (u32 r = 0; r < RANKS; r++) {
-        u32 routes = p.tokens[r] * TOP_K;
+        u32 routes = p.tokens[r] * TOP_K, n = 0;
         bool aligned = is_aligned(p.ids[r]);
+        Part part(routes);
 #pragma unroll 8
-        for (u32 i = threadIdx.x * 4; i < routes; i += COUNT_THREADS * 4) {
+        for (u32 i = part.from; i < part.until; i += 128) {
             int4 id = four_ids(p.ids[r], i, routes, aligned);
             n += (id.x == expert) + (id.y == expert) + (id.z == expert) + (id.w == expert);
         }
+        n = __reduce_add_sync(~0u, n);
+        all += n;
+        if (threadIdx.x % 32 == 0) p.counts[EXPERTS + (expert * RANKS + r) * WARPS + warp] = n;
     }
-    n = __reduce_add_sync(~0u, n);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = n;
+    if (threadIdx.x % 32 == 0) sums[warp] = all;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        for (u32 w = 1; w < COUNT_THREADS / 32; w++) n += sums[w];
-        p.counts[blockIdx.x] = n;
+    if (warp == 0) {
+        all = __reduce_add_sync(~0u, sums[threadIdx.x]);
+        if (threadIdx.x == 0) p.counts[expert] = all;
     }
 }
 
 // Grid: one CTA a local expert, and one for the shared experts. sources[row] = {rank, slot}; padding is {~0, 0}. The first
 // CTA also writes the layout, and what the programs take from it.
-extern "C" __global__ void __launch_bounds__(PLACE_THREADS) schedule_place(ScheduleParams p) {
-    __shared__ u32 scratch[PLACE_THREADS / 32], mine[3], busy[RANKS];
+extern "C" __global__ void __launch_bounds__(THREADS) schedule_place(const __grid_constant__ ScheduleParams p) {
+    __shared__ u32 scratch[THREADS / 32], mine[3], busy[RANKS];
     u32 t = threadIdx.x, e = blockIdx.x, blocks, runs;
     SharedRows shared(p);
     u32 rows_here = t < LOCAL ? p.counts[p.rank * LOCAL + t] : t < ALL ? shared.rows[p.rank] : 0;
@@ -122,23 +134,18 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) schedule_place(Sched
     u32 rows = mine[0], base = mine[1], end = mine[2], lane = t % 32, warp = t / 32;
     if (e < LOCAL) {
         int expert = static_cast<int>(p.rank * LOCAL + e);
-        u32 placed = 0;
+        u32 placed = 0, first_route = 0;
         for (u32 r = 0; r < RANKS && placed < rows; r++) {
             const int* ids = p.ids[r];
             bool aligned = is_aligned(ids);
             u32 routes = p.tokens[r] * TOP_K;
-            // A warp's ids are contiguous: it counts, learns how many the warps before have, and places.
-            u32 each = (routes + PLACE_THREADS * 4 - 1) / (PLACE_THREADS * 4) * 128;
-            u32 from = warp * each + lane * 4, until = min((warp + 1) * each, routes), n = 0;
-#pragma unroll 4
-            for (u32 i = from; i < until; i += 128) {
-                int4 id = four_ids(ids, i, routes, aligned);
-                n += (id.x == expert) + (id.y == expert) + (id.z == expert) + (id.w == expert);
-            }
-            u32 total, at = base + placed + __shfl_sync(~0u, sum_before(n, scratch, total), 0);
+            Part part(routes);
+            u32 n = p.counts[EXPERTS + (expert * RANKS + r) * WARPS + lane];
+            u32 at = base + placed + __reduce_add_sync(~0u, lane < warp ? n : 0);
+            placed += __reduce_add_sync(~0u, n);
             // All lanes stay for the votes.
 #pragma unroll 4
-            for (u32 i = from; i - lane * 4 < until; i += 128) {
+            for (u32 i = part.from; i - lane * 4 < part.until; i += 128) {
                 int4 id = four_ids(ids, i, routes, aligned);
                 bool here[4] = {id.x == expert, id.y == expert, id.z == expert, id.w == expert};
                 if (!__any_sync(~0u, here[0] || here[1] || here[2] || here[3])) continue;
@@ -151,20 +158,22 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) schedule_place(Sched
                 }
 #pragma unroll
                 for (u32 c = 0; c < 4; c++) {
-                    if (here[c]) p.sources[to++] = make_uint2(r, (i + c) / TOP_K * SLOTS + (i + c) % TOP_K);
+                    if (!here[c]) continue;
+                    if (RANKS > 1) p.row_of[first_route + i + c] = to;
+                    p.sources[to++] = make_uint2(r, (i + c) / TOP_K * SLOTS + (i + c) % TOP_K);
                 }
             }
-            placed += total;
+            first_route += routes;
         }
     } else {
         u32 first_token = 0, from = shared.first[p.rank];
         for (u32 r = 0; r < RANKS; r++) {
-            for (u32 i = t; i < p.tokens[r]; i += PLACE_THREADS) {
+            for (u32 i = t; i < p.tokens[r]; i += THREADS) {
                 u32 token = first_token + i;
                 if (token >= from && token < from + rows) p.sources[base + token - from] = make_uint2(r, i * SLOTS + TOP_K);
             }
             first_token += p.tokens[r];
         }
     }
-    for (u32 i = base + rows + t; i < end; i += PLACE_THREADS) p.sources[i] = make_uint2(~0u, 0);
+    for (u32 i = base + rows + t; i < end; i += THREADS) p.sources[i] = make_uint2(~0u, 0);
 }

@@ -20,8 +20,7 @@ use crate::tensors::{DeviceGradients, DeviceStep, DeviceWeights, check_part};
 const THREADS: u32 = 384;
 const SHARED_BYTES: u32 = 232_448;
 /// As in `schedule.cu`.
-const COUNT_THREADS: u32 = 512;
-pub(crate) const PLACE_THREADS: u32 = 1024;
+pub(crate) const SCHEDULE_THREADS: u32 = 1024;
 /// As in `meet.cu`.
 const MEET_THREADS: u32 = 32;
 const GATHER_THREADS: u32 = 256;
@@ -336,8 +335,8 @@ impl CudaLayer {
             if let Some([_, gather]) = &seat.meeting {
                 gather.launch(GATHER_CTAS, GATHER_THREADS, stream, &self.gather_parameter(rank, steps))?;
             }
-            seat.count.launch(self.shape.experts as u32, COUNT_THREADS, stream, &p)?;
-            seat.place.launch(local as u32, PLACE_THREADS, stream, &p)
+            seat.count.launch(self.shape.experts as u32, SCHEDULE_THREADS, stream, &p)?;
+            seat.place.launch(local as u32, SCHEDULE_THREADS, stream, &p)
         }
     }
 
@@ -613,6 +612,17 @@ impl CudaLayer {
         }
         self.seats[0].device.make_current()?;
         Ok(all)
+    }
+
+    /// Of each rank, in the passes since [`CudaLayer::clear_stamps`]: rows that it pulled from other ranks, and rows of theirs
+    /// that it took from one that was here. Zeros unless the layer is traced.
+    pub fn crossings(&self) -> Result<Vec<[u32; 2]>> {
+        self.stream.synchronize()?;
+        let of_rank = |memory: &Rank| match &memory.trace {
+            Some(trace) => trace.stamped.read().map(|words| [words[1], words[2]]),
+            None => Ok([0, 0]),
+        };
+        self.ranks.iter().map(of_rank).collect()
     }
 
     /// Whether each rank has a seat of its own: they meet before and after a pass.

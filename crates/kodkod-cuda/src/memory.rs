@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::layer::KINDS;
 
 /// One thread each, and one more for the shared experts, in `schedule_place`.
-const MOST_EXPERTS: usize = crate::layer::PLACE_THREADS as usize - 1;
+const MOST_EXPERTS: usize = crate::layer::SCHEDULE_THREADS as usize - 1;
 
 /// The most rows, blocks and counters a rank can need, whatever the routing.
 #[derive(Debug)]
@@ -112,6 +112,8 @@ pub(crate) struct Rank {
     pub(crate) first_block: Buffer<u32>,
     pub(crate) first_run: Buffer<u32>,
     pub(crate) sources: Buffer<u64>,
+    /// Of all ranks' routes, the rows of those to experts of this rank.
+    pub(crate) row_of: Buffer<u32>,
     pub(crate) programs: Buffer<u8>,
     pub(crate) x: Buffer<bf16>,
     pub(crate) g: Buffer<bf16>,
@@ -290,6 +292,7 @@ impl Reached {
 #[derive(Debug)]
 pub(crate) struct Trace {
     pub(crate) stamps: Buffer<u64>,
+    /// Then rows pulled from other ranks, and rows taken from one of those.
     pub(crate) stamped: Buffer<u32>,
 }
 
@@ -322,22 +325,23 @@ impl Rank {
         device.make_current()?;
         let local = shape.experts / sizes.ranks + usize::from(shape.shared.is_some());
         let width = shape.intermediate.max(shape.shared.map_or(0, |s| s.intermediate));
-        let (kept, ring, routes) =
+        let (kept, ring, all) =
             (sizes.kept_rows, sizes.ring_rows, tokens.iter().sum::<usize>() * shape.top_k);
-        let routes =
-            || -> Result<_> { Ok(Routes { ids: Buffer::new(routes)?, factors: Buffer::new(routes)? }) };
+        let routes = || -> Result<_> { Ok(Routes { ids: Buffer::new(all)?, factors: Buffer::new(all)? }) };
         let trace = || -> Result<_> {
-            Ok(Trace { stamps: Buffer::new(STAMPS * STAMP_WORDS)?, stamped: Buffer::from_host(&[0])? })
+            Ok(Trace { stamps: Buffer::new(STAMPS * STAMP_WORDS)?, stamped: Buffer::from_host(&[0; 3])? })
         };
         Ok(Rank {
             device: device.clone(),
             stream: Stream::new()?,
             done: Event::new()?,
-            counts: Buffer::new(shape.experts)?,
+            // Each expert's, and for each source rank what each warp of the schedule's places.
+            counts: Buffer::new(shape.experts * (1 + sizes.ranks * 32))?,
             rows: Buffer::new(local)?,
             first_block: Buffer::new(local + 1)?,
             first_run: Buffer::new(local + 1)?,
             sources: Buffer::new(sizes.blocks * ROW_BLOCK)?,
+            row_of: Buffer::new(if sizes.ranks > 1 { all } else { 0 })?,
             programs: Buffer::new(2 * PROGRAM_BYTES)?,
             x: Buffer::new(kept * shape.hidden)?,
             g: Buffer::new(kept * width)?,

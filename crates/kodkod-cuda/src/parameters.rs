@@ -7,7 +7,7 @@ use kodkod_core::{Biases, GradientElement, Shape};
 use crate::driver::{Buffer, Parameter, TensorMap};
 use crate::error::Result;
 use crate::layer::CudaLayer;
-use crate::memory::{PROGRAM_BYTES, Reached, STAMPS, Staged, TICKETS};
+use crate::memory::{PROGRAM_BYTES, Rank, Reached, STAMPS, Staged, TICKETS};
 use crate::tensors::{DeviceGradients, DeviceStep, DeviceWeights};
 
 /// Addresses of a rank's rows, routes and results.
@@ -206,6 +206,10 @@ impl CudaLayer {
             });
         });
         p.u64(step.ids);
+        self.routes_of(&mut p, memory, &call.steps);
+        (0..self.tokens.len()).for_each(|r| {
+            p.u64(memory.row_of.address() + self.first_route(r) * 4);
+        });
         for buffer in [&memory.x, &memory.g, &memory.u, &memory.h, &memory.dy, &memory.dg, &memory.du] {
             p.u64(buffer.address());
         }
@@ -245,16 +249,11 @@ impl CudaLayer {
     pub(crate) fn schedule_parameter(&self, rank: usize, steps: &[StepAt]) -> Parameter {
         let memory = self.memory(rank);
         let mut p = Parameter::new();
-        for (r, step) in steps.iter().enumerate() {
-            p.u64(match &memory.routes {
-                Some(m) => m.ids.address() + self.first_route(r) * 4,
-                None => step.ids,
-            });
-        }
+        self.routes_of(&mut p, memory, steps);
         self.counts(&mut p);
         p.u32(rank as u32).u64(memory.counts.address()).u64(memory.rows.address());
         p.u64(memory.first_block.address()).u64(memory.first_run.address()).u64(memory.sources.address());
-        p.u64(memory.programs.address());
+        p.u64(memory.row_of.address()).u64(memory.programs.address());
         p
     }
 
@@ -283,6 +282,16 @@ impl CudaLayer {
         let routes = self.memory(rank).routes.as_ref();
         p.u64(routes.map_or(0, |r| r.ids.address())).u64(routes.map_or(0, |r| r.factors.address()));
         p
+    }
+
+    /// Expert ids of each rank, as a rank reads them.
+    fn routes_of(&self, p: &mut Parameter, memory: &Rank, steps: &[StepAt]) {
+        for (r, step) in steps.iter().enumerate() {
+            p.u64(match &memory.routes {
+                Some(m) => m.ids.address() + self.first_route(r) * 4,
+                None => step.ids,
+            });
+        }
     }
 
     fn of_all(&self, p: &mut Parameter, address: impl Fn(&Reached) -> u64) {

@@ -463,9 +463,10 @@ impl Program {
         let first = minibatch * self.per_minibatch;
         let blocks = self.first_after(minibatch) - first;
         let (round, local) = (local / (self.ranks * blocks), local % (self.ranks * blocks));
-        // Visits start at the rank itself and rotate, so that not all ranks read the same one.
-        let source = (self.rank + local / blocks) % self.ranks;
-        let block = first + local % blocks;
+        // A block's visits start at the rank itself and rotate, so that not all ranks read the same one. A block is whole
+        // before the next is begun.
+        let source = (self.rank + local % self.ranks) % self.ranks;
+        let block = first + local / self.ranks;
         let grad = self.pass == Pass::Backward && (round == 1 || minibatch < self.kept);
         let (kind, counter) = match grad {
             true => (Kind::PullGrad { block, source }, Counter::GradPulled(block)),
