@@ -21,8 +21,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Those of each of the devices, for [`CudaLayer::new`](crate::CudaLayer::new) with one of them, or
-    /// [`CudaLayer::new_on`](crate::CudaLayer::new_on).
+    /// Those of each of the devices, for [`CudaLayer::new`](crate::CudaLayer::new) with the same.
     pub fn all(devices: &[Arc<Device>], shape: &Shape, tokens_per_rank: &[usize]) -> Vec<Part> {
         let experts = shape.experts / devices.len();
         let mut first = 0;
