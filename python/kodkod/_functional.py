@@ -102,7 +102,7 @@ def moe(
         activation: ``"swiglu"``, ``silu(g) u``; or ``"swiglu_oai"`` (gpt-oss), ``(u + 1) g sigmoid(alpha g)``.
         limit: clamps ``g <= limit`` and ``|u| <= limit``; the gradient is zero beyond.
         alpha: of ``swiglu_oai``; 1.702 by default.
-        group: the ranks that share the experts; one rank on the CPU by default. In a group of processes, ``x``,
+        group: the ranks that share the experts; one rank, where ``x`` is, by default. In a group of processes, ``x``,
             ``topk_ids`` and ``topk_weights`` are this rank's own tokens, of any number, also 0; the weights and biases
             are those of its own experts, E in number; ids count the experts of all ranks, 0 to E * ranks - 1.
         knobs: how the work is cut into pieces.
@@ -212,15 +212,16 @@ def _checked(x, topk_ids, topk_weights, routed, biases, shared, options):
     on_gpu = device.type == "cuda"
     if not on_gpu and device.type != "cpu":
         raise ValueError(f"x is on {device}: cpu or cuda is needed")
-    if on_gpu and group is not None:
-        raise ValueError(f"x is on {device}: cpu is needed, where the ranks of group are, or no group")
+    if group is not None and group.device != device:
+        raise ValueError(f"x is on {device}: {group.device} is needed, where the ranks of group are")
     dtype, out_dtype = _precision(x, precision)
     w_gate, w_up, w_down = routed
     routed = (_tensors("w_gate", w_gate), () if w_up is None else _tensors("w_up", w_up), _tensors("w_down", w_down))
     named, parts = _shapes(x, topk_ids, topk_weights, routed, biases, shared)
     if on_gpu:
         first = routed[2][0].shape
-        _gpu.check_ids(topk_ids, first[0] if len(first) == 3 else len(routed[2]))
+        own = first[0] if len(first) == 3 else len(routed[2])
+        _gpu.check_ids(topk_ids, own if group is None else own * group.ranks)
         topk_ids = topk_ids.to(torch.int32)
 
     weights: list[Tensor] = []

@@ -17,13 +17,13 @@ checks = False
 """Whether every call looks at ids, waits and looks for errors: :func:`kodkod.cuda.set_checks`."""
 
 
-def forward(x: Tensor, *arguments: Any) -> object | None:
+def forward(group: int, x: Tensor, *arguments: Any) -> object | None:
     """As the CPU's: a capsule of what the backward needs, or None."""
-    return _in_stream(_kodkod.cuda_forward, x, arguments)
+    return _in_stream(_kodkod.cuda_rank_forward if group else _kodkod.cuda_forward, x, arguments)
 
 
-def backward(x: Tensor, *arguments: Any) -> None:
-    _in_stream(_kodkod.cuda_backward, x, arguments)
+def backward(group: int, x: Tensor, *arguments: Any) -> None:
+    _in_stream(_kodkod.cuda_rank_backward if group else _kodkod.cuda_backward, x, arguments)
 
 
 def check_ids(ids: Tensor, experts: int) -> None:

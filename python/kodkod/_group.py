@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from . import _kodkod
 
@@ -24,8 +27,10 @@ class ExpertGroup:
     one pass runs at a time. The results have the same bits for any number of ranks.
     """
 
-    def __init__(self, number: int, virtual: tuple[int, int] | None) -> None:
+    def __init__(self, number: int, virtual: tuple[int, int] | None, device: torch.device) -> None:
         self._number = number
+        self.device = device
+        """Where a layer's tensors are."""
         self._virtual = virtual  # ranks and threads of virtual ranks: how to make them again in another process
 
     @classmethod
@@ -40,22 +45,30 @@ class ExpertGroup:
         """
         _check_count("ranks", ranks)
         _check_count("threads", threads)
-        return cls(_kodkod.group_cpu(ranks, threads), (ranks, threads))
+        return cls(_kodkod.group_cpu(ranks, threads), (ranks, threads), torch.device("cpu"))
 
     @classmethod
     def processes(
-        cls, process_group: ProcessGroup | DeviceMesh | None = None, *, threads: int = 0, timeout: float = 600.0
+        cls,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        *,
+        device: torch.device | str | None = None,
+        threads: int = 0,
+        timeout: float = 600.0,
     ) -> ExpertGroup:
-        """Each process of a torch process group as a rank, on the CPU of one host: expert parallelism.
+        """Each process of a torch process group as a rank, on the CPU or the GPUs of one host: expert parallelism.
 
         All processes of ``process_group`` call it together; make one group and give it to all layers. With R ranks,
         rank r holds experts r E/R to (r + 1) E/R - 1 of a layer, and gives :func:`kodkod.moe` its own tokens. All ranks
-        make the same calls, forward and backward, in the same order. Rows move through shared memory (``/dev/shm``).
+        make the same calls, forward and backward, in the same order. Rows move through shared memory (``/dev/shm``), or
+        from GPU to GPU over NVLink (CUDA IPC).
 
         Args:
             process_group: a process group of any backend, or a DeviceMesh of one dimension; the default process group
                 if None.
-            threads: worker threads of this rank; 0 is its share of the cores.
+            device: ``"cpu"``; or this rank's GPU, where ``"cuda"`` is the current one. By default a GPU where the
+                process group's backend is NCCL.
+            threads: worker threads of this rank on the CPU; 0 is its share of the cores.
             timeout: seconds that a rank waits for one that does not come to a call, or not on with it. A process that
                 has ended is found out at once.
 
@@ -68,18 +81,33 @@ class ExpertGroup:
 
         process_group = _resolve(process_group)
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        error = _problem(threads, timeout)
-        mine = (_host(), uuid.uuid4().hex, None if error is None else str(error))
-        every: list[tuple[tuple[str, str], str, str | None]] = [mine] * ranks
+        if device is None:
+            device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
+        error = _problem(device, threads, timeout)
+        kind = "" if error is not None else torch.device(device).type
+        mine = (_host(), uuid.uuid4().hex, kind, None if error is None else str(error))
+        every: list[tuple[tuple[str, str], str, str, str | None]] = [mine] * ranks
         dist.all_gather_object(every, mine, group=process_group)
         if error is not None:
             raise error
-        for other, (_, _, why) in enumerate(every):
+        for other, (_, _, _, why) in enumerate(every):
             if why is not None:
                 raise ValueError(f"ExpertGroup.processes of rank {other} is refused: {why}")
-        _check_hosts([host for host, _, _ in every])
+        for other, (_, _, its, _) in enumerate(every):
+            if its != every[0][2]:
+                raise ValueError(
+                    f"device of rank {other} is {its}: rank 0 has {every[0][2]}, and all must have the same"
+                )
+        _check_hosts([host for host, _, _, _ in every])
         name = every[0][1]
-        return cls(_kodkod.group_processes(rank, ranks, name, threads, float(timeout)), None)
+        if kind == "cpu":
+            number = _kodkod.group_processes(rank, ranks, name, threads, float(timeout))
+            return cls(number, None, torch.device("cpu"))
+        index = torch.device(device).index
+        index = torch.cuda.current_device() if index is None else index
+        # Others reach this process's memory until their passes, and so its own, have ended.
+        atexit.register(_kodkod.cuda_check)
+        return cls(_kodkod.group_cuda(rank, ranks, name, index, float(timeout)), None, torch.device("cuda", index))
 
     @property
     def ranks(self) -> int:
@@ -140,9 +168,19 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}: it cannot be negative")
 
 
-def _problem(threads: object, timeout: object) -> Exception | None:
+def _problem(device: object, threads: object, timeout: object) -> Exception | None:
     """What is wrong with the arguments of a rank: raised after the others have heard of it."""
     try:
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(f"device is {device!r}: a torch.device or a str is needed")
+        try:
+            kind = torch.device(device).type
+        except RuntimeError:
+            kind = None
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device is {str(device)!r}: cpu and cuda are allowed")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {str(device)!r}: torch finds no GPU here")
         _check_count("threads", threads)
         if threads > _MOST_THREADS:
             raise ValueError(f"threads is {threads}: 0 to {_MOST_THREADS} are allowed")
@@ -194,6 +232,6 @@ def _check_hosts(hosts: Sequence[tuple[str, str]]) -> None:
         for (name, _), ranks in ranks_of.items()
     )
     raise RuntimeError(
-        f"the processes do not share memory: {places}. Those of one host, with one /dev/shm, are needed: "
+        f"the processes do not share memory: {places}. Those of one host, with one /dev/shm, are needed, also on GPUs: "
         "a process group for each host is made by torch.distributed.new_subgroups"
     )

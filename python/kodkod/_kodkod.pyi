@@ -38,6 +38,9 @@ def group_processes(rank: int, ranks: int, name: str, threads: int, timeout: flo
     ``timeout`` is in seconds.
     """
 
+def group_cuda(rank: int, ranks: int, name: str, device: int, timeout: float) -> int:
+    """The same with a GPU for this rank."""
+
 def group_rank(number: int) -> int | None:
     """The rank that this process is, in a group of processes."""
 
@@ -100,6 +103,25 @@ def cuda_backward(
     accumulate: bool,
 ) -> None:
     """As :func:`backward`, put in the stream."""
+
+def cuda_rank_forward(
+    place: Place, config: Config, inputs: list[int], y: int, keep: bool, f32_gradients: bool
+) -> object | None:
+    """As :func:`cuda_forward`, in a group of processes with a GPU each."""
+
+def cuda_rank_backward(
+    place: Place,
+    config: Config,
+    inputs: list[int],
+    context: int,
+    dy: int,
+    dx: int,
+    d_topk_weights: int,
+    weight_gradients: list[int],
+    f32_gradients: bool,
+    accumulate: bool,
+) -> None:
+    """As :func:`cuda_backward`, in a group of processes with a GPU each."""
 
 def cuda_check() -> None:
     """Waits for all passes on all GPUs, and raises where one was given up."""

@@ -145,7 +145,7 @@ def _forward(
     inputs = _lay(tensors, plan.gpu)
     y = torch.empty_like(tensors[0])
     if plan.gpu:
-        capsule = _gpu.forward(x, plan.config, inputs, y.data_ptr(), keep, sums)
+        capsule = _gpu.forward(plan.group, x, plan.config, inputs, y.data_ptr(), keep, sums)
     else:
         capsule = _kodkod.forward(plan.config, inputs, y.data_ptr(), keep)
     if capsule is None:
@@ -193,7 +193,7 @@ def _backward(
         len(sums) > 0,
     )
     if plan.gpu:
-        _gpu.backward(x, *arguments)
+        _gpu.backward(plan.group, x, *arguments)
     else:
         _kodkod.backward(*arguments)
     results = gradients if plan.whole else _scatter(gradients, plan.parts)

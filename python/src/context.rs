@@ -14,12 +14,14 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::gpu::Lease;
+use crate::gpu_rank;
 
-/// A context: on the CPU in either precision, or a place on a GPU.
+/// A context: on the CPU in either precision, or a slot on a GPU.
 pub(crate) enum Kept {
     F32(Left<f32>),
     Bf16(Left<bf16>),
     Gpu(Lease),
+    GpuRank(gpu_rank::Left),
 }
 
 /// What the forward of a whole layer, or of one rank's part of it, left.

@@ -23,6 +23,7 @@ use pyo3::prelude::*;
 
 use crate::context::{self, Kept};
 use crate::errors::{exception, without_lock};
+use crate::gpu_rank;
 use crate::memory::Span;
 use crate::pass::{Config, Inputs, Parts, given};
 
@@ -37,7 +38,7 @@ static GPUS: Mutex<BTreeMap<usize, Arc<Gpu>>> = Mutex::new(BTreeMap::new());
 /// Numbers the forwards of this process, from 1.
 static CALLS: AtomicU64 = AtomicU64::new(1);
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -208,7 +209,7 @@ struct Call {
 
 /// Python's view of where a call runs: the GPU's number, the stream's handle, whether to wait for the pass and look for
 /// errors, and whether the caller has no memory left to give back.
-type Place = (usize, u64, bool, bool);
+pub(crate) type Place = (usize, u64, bool, bool);
 
 impl Call {
     fn new(place: &Place, config: &Config, addresses: &[usize], f32_gradients: bool) -> Result<Self> {
@@ -336,8 +337,7 @@ impl Call {
     unsafe fn forward(&self, lease: &Lease, work: &mut Work, y: Span) -> Result<()> {
         work.call = NONE;
         // SAFETY: the caller's promise.
-        let (step, weights) =
-            unsafe { (self.step([(0, self.inputs.0.1), y, y], (0, y.1))?, self.weights()?) };
+        let (step, weights) = unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs)?) };
         self.run(work, |layer| layer.forward(&step, &weights))?;
         work.call = lease.call;
         Ok(())
@@ -354,64 +354,71 @@ impl Call {
     ) -> Result<()> {
         // SAFETY: the caller's promise.
         let (step, weights, gradients) = unsafe {
-            (self.step([dy, (0, dx.1), dx], d_topk_weights)?, self.weights()?, gradients::<G>(parts)?)
+            (
+                step(&self.inputs, [dy, (0, dx.1), dx], d_topk_weights.0)?,
+                weights(&self.inputs)?,
+                gradients::<G>(parts)?,
+            )
         };
         self.run(work, |layer| layer.backward(&step, &weights, &gradients, accumulate))
     }
+}
 
-    /// `rows`: dy, y, dx; what a pass does not touch may have address 0.
-    ///
-    /// # Safety
-    /// As for [`buffer`].
-    unsafe fn step(&self, [dy, y, dx]: [Span; 3], d_topk_weights: Span) -> Result<DeviceStep> {
-        let (x, ids, wide, topk_weights, _) = self.inputs;
-        if wide {
-            return Err(Error::invalid("topk_ids", "int64", "int32 is needed on a GPU"));
-        }
-        let routes = self.size.tokens * self.size.shape.top_k;
-        // SAFETY: the caller's promise.
-        unsafe {
-            Ok(DeviceStep {
-                x: buffer("x", x)?,
-                dy: buffer("dy", dy)?,
-                ids: buffer("topk_ids", ids)?,
-                topk_weights: buffer("topk_weights", topk_weights)?,
-                y: buffer("y", y)?,
-                dx: buffer("dx", dx)?,
-                d_topk_weights: buffer("d_topk_weights", (d_topk_weights.0, routes))?,
-            })
-        }
+/// `rows`: dy, y, dx; what a pass does not touch may have address 0.
+///
+/// # Safety
+/// As for [`buffer`].
+pub(crate) unsafe fn step(
+    inputs: &Inputs,
+    [dy, y, dx]: [Span; 3],
+    d_topk_weights: usize,
+) -> Result<DeviceStep> {
+    let &(x, ids, wide, topk_weights, _) = inputs;
+    if wide {
+        return Err(Error::invalid("topk_ids", "int64", "int32 is needed on a GPU"));
     }
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(DeviceStep {
+            x: buffer("x", x)?,
+            dy: buffer("dy", dy)?,
+            ids: buffer("topk_ids", ids)?,
+            topk_weights: buffer("topk_weights", topk_weights)?,
+            y: buffer("y", y)?,
+            dx: buffer("dx", dx)?,
+            d_topk_weights: buffer("d_topk_weights", (d_topk_weights, ids.1))?,
+        })
+    }
+}
 
-    /// # Safety
-    /// As for [`buffer`].
-    unsafe fn weights(&self) -> Result<DeviceWeights> {
-        let [gate, up, down, b_gate, b_up, b_down, s_gate, s_up, s_down, s_output_gate] = self.inputs.4;
-        // SAFETY: the caller's promise.
-        unsafe {
-            Ok(DeviceWeights {
-                gate: buffer("w_gate", given("w_gate", gate)?)?,
-                up: buffer("w_up", given("w_up", up)?)?,
-                down: buffer("w_down", given("w_down", down)?)?,
-                biases: match b_gate {
-                    None => None,
-                    Some(b_gate) => Some(Biases {
-                        gate: buffer("b_gate", b_gate)?,
-                        up: buffer("b_up", given("b_up", b_up)?)?,
-                        down: buffer("b_down", given("b_down", b_down)?)?,
-                    }),
-                },
-                shared: match s_gate {
-                    None => None,
-                    Some(s_gate) => Some(SharedWeights {
-                        gate: buffer("shared_gate", s_gate)?,
-                        up: buffer("shared_up", given("shared_up", s_up)?)?,
-                        down: buffer("shared_down", given("shared_down", s_down)?)?,
-                        output_gate: s_output_gate.map(|g| buffer("shared_output_gate", g)).transpose()?,
-                    }),
-                },
-            })
-        }
+/// # Safety
+/// As for [`buffer`].
+pub(crate) unsafe fn weights(inputs: &Inputs) -> Result<DeviceWeights> {
+    let [gate, up, down, b_gate, b_up, b_down, s_gate, s_up, s_down, s_output_gate] = inputs.4;
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(DeviceWeights {
+            gate: buffer("w_gate", given("w_gate", gate)?)?,
+            up: buffer("w_up", given("w_up", up)?)?,
+            down: buffer("w_down", given("w_down", down)?)?,
+            biases: match b_gate {
+                None => None,
+                Some(b_gate) => Some(Biases {
+                    gate: buffer("b_gate", b_gate)?,
+                    up: buffer("b_up", given("b_up", b_up)?)?,
+                    down: buffer("b_down", given("b_down", b_down)?)?,
+                }),
+            },
+            shared: match s_gate {
+                None => None,
+                Some(s_gate) => Some(SharedWeights {
+                    gate: buffer("shared_gate", s_gate)?,
+                    up: buffer("shared_up", given("shared_up", s_up)?)?,
+                    down: buffer("shared_down", given("shared_down", s_down)?)?,
+                    output_gate: s_output_gate.map(|g| buffer("shared_output_gate", g)).transpose()?,
+                }),
+            },
+        })
     }
 }
 
@@ -420,7 +427,7 @@ impl Call {
 /// # Safety
 /// They are there, on the GPU of the call, until what follows the call in the caller's stream; nobody else writes them, nor
 /// reads them where they are written, but in the order of that stream.
-unsafe fn buffer<T: Copy>(name: &str, (address, len): Span) -> Result<Buffer<T>> {
+pub(crate) unsafe fn buffer<T: Copy>(name: &str, (address, len): Span) -> Result<Buffer<T>> {
     if !address.is_multiple_of(ALIGNMENT) {
         let allowed = format!("a multiple of {ALIGNMENT} is needed");
         return Err(Error::invalid(format!("address of {name}"), format!("{address:#x}"), allowed));
@@ -431,7 +438,7 @@ unsafe fn buffer<T: Copy>(name: &str, (address, len): Span) -> Result<Buffer<T>>
 
 /// # Safety
 /// As for [`buffer`], for all parts.
-unsafe fn gradients<G: GradientElement>(parts: Parts) -> Result<DeviceGradients<G>> {
+pub(crate) unsafe fn gradients<G: GradientElement>(parts: Parts) -> Result<DeviceGradients<G>> {
     let [gate, up, down, b_gate, b_up, b_down, s_gate, s_up, s_down, s_output_gate] = parts;
     // SAFETY: the caller's promise.
     unsafe {
@@ -562,7 +569,7 @@ pub(crate) fn cuda_check(py: Python<'_>) -> PyResult<()> {
                 }
             }
         }
-        outcome
+        outcome.and(gpu_rank::finish())
     })
 }
 
@@ -590,6 +597,7 @@ pub(crate) fn cuda_limit(py: Python<'_>, device: usize, limit: Option<usize>) ->
 #[pyfunction]
 pub(crate) fn cuda_trim(py: Python<'_>, device: usize, captured: bool) -> PyResult<()> {
     without_lock(py, || {
+        gpu_rank::trim(device)?;
         let Some(gpu) = lock(&GPUS).get(&device).cloned() else { return Ok(()) };
         gpu.device.make_current()?;
         lock(&gpu.pool).slots.retain(|slot| !(slot.idle() && (captured || slot.capture() == NONE)));

@@ -7,7 +7,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kodkod::{CpuOptions, Error, ExpertGroup, Result};
+use kodkod::{CpuOptions, CudaOptions, Error, ExpertGroup, Result};
 use pyo3::prelude::*;
 
 use crate::errors::{exception, without_lock};
@@ -94,6 +94,26 @@ pub(crate) fn group_processes(
             .map_err(|_| Error::invalid("timeout", timeout, "a positive number of seconds is needed"))?;
         let options = CpuOptions { threads, wait_limit, ..CpuOptions::default() };
         ExpertGroup::cpu_processes(rank, ranks, name, options)
+    })?;
+    let mut groups = groups(py);
+    groups.made.push(Made::Processes(group));
+    Ok(groups.made.len() - 1)
+}
+
+/// The same with the GPU `device` for this rank.
+#[pyfunction]
+pub(crate) fn group_cuda(
+    py: Python<'_>,
+    rank: usize,
+    ranks: usize,
+    name: &str,
+    device: usize,
+    timeout: f64,
+) -> PyResult<usize> {
+    let group = without_lock(py, || {
+        let wait_limit = Duration::try_from_secs_f64(timeout)
+            .map_err(|_| Error::invalid("timeout", timeout, "a positive number of seconds is needed"))?;
+        ExpertGroup::cuda_ipc(rank, ranks, name, device, CudaOptions { wait_limit })
     })?;
     let mut groups = groups(py);
     groups.made.push(Made::Processes(group));

@@ -88,6 +88,15 @@ impl Config {
         self.f32
     }
 
+    pub(crate) fn group(&self) -> usize {
+        self.group
+    }
+
+    /// With weights here.
+    pub(crate) fn experts(&self) -> usize {
+        self.sizes.2
+    }
+
     /// Which of a layer's weights there are.
     fn present(&self) -> [bool; 10] {
         let (.., shared, output_gate, biases) = self.sizes;
@@ -417,7 +426,7 @@ pub(crate) fn backward(
             match kept.as_ref().map(Arc::as_ref) {
                 Some(Kept::F32(left)) => (Some(left), None),
                 Some(Kept::Bf16(left)) => (None, Some(left)),
-                Some(Kept::Gpu(_)) | None => (None, None),
+                Some(Kept::Gpu(_) | Kept::GpuRank(_)) | None => (None, None),
             };
         match (call.f32, f32_gradients) {
             (true, true) => run::<f32, f32>(&call, kept_f32, dy, dx, d_w, parts, accumulate),

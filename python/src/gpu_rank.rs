@@ -1,0 +1,223 @@
+//! One rank's part of passes, in a group of processes with a GPU each.
+//!
+//! As in [`gpu`](crate::gpu) a forward leaves its rows in a slot, here a [`DeviceRankLayer`], and leases it until its backward is
+//! done or given up. Each rank chooses among its own slots: the ranks agree on which forward a backward belongs to, and
+//! not on slots. All ranks allocate together, so there is no limit of memory that one could set alone.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use kodkod::cuda::caller;
+use kodkod::cuda::driver::Stream;
+use kodkod::{
+    DeviceContext, DeviceRankLayer, Error, ExpertGroup, GradientElement, Knobs, Precision, Result, Shape,
+    bf16,
+};
+use pyo3::prelude::*;
+
+use crate::context::{self, Kept};
+use crate::errors::without_lock;
+use crate::gpu::{Place, gradients, lock, step, weights};
+use crate::groups::group;
+use crate::memory::Span;
+use crate::pass::{Config, Inputs, Parts};
+
+static SLOTS: Mutex<Vec<Arc<Slot>>> = Mutex::new(Vec::new());
+
+struct Slot {
+    group: usize,
+    shape: Shape,
+    knobs: Knobs,
+    layer: DeviceRankLayer,
+    leased: AtomicBool,
+}
+
+/// A slot, for as long as a forward's rows are needed.
+struct Lease(Arc<Slot>);
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.0.leased.store(false, Ordering::Release);
+    }
+}
+
+/// What a forward left.
+pub(crate) struct Left {
+    context: DeviceContext,
+    lease: Lease,
+}
+
+struct Call {
+    slot: Arc<Slot>,
+    /// Unless the slot is that of a backward's forward, which holds it.
+    lease: Option<Lease>,
+    inputs: Inputs,
+    stream: Stream,
+    checked: bool,
+}
+
+impl Call {
+    /// `left`: what the call's forward left, if it is a backward.
+    fn new(
+        group: &ExpertGroup,
+        place: Place,
+        config: &Config,
+        addresses: &[usize],
+        left: Option<&Left>,
+    ) -> Result<Self> {
+        if config.f32() {
+            return Err(Error::invalid("precision", "f32", "a GPU computes in bf16"));
+        }
+        let shape = config.shape(Some(config.experts().saturating_mul(group.ranks())))?;
+        let knobs = config.knobs(Knobs::for_gpu(&shape));
+        let inputs = config.inputs(addresses)?;
+        let (slot, lease) = match left {
+            Some(left) => (left.lease.0.clone(), None),
+            None => {
+                let lease = acquire(config.group(), group, shape, knobs)?;
+                (lease.0.clone(), Some(lease))
+            }
+        };
+        slot.layer.device().make_current()?;
+        // SAFETY: Python gives the handle of its current stream, which lives as long as the process.
+        let (stream, capture) = unsafe { (Stream::borrowed(place.1), caller::capture_of(place.1)?) };
+        if capture.is_some() {
+            let why = "a CUDA graph is captured: a group of processes, whose ranks wait for each other, cannot be in it";
+            return Err(Error::Machine(why.into()));
+        }
+        Ok(Call { slot, lease, inputs, stream, checked: place.2 })
+    }
+
+    /// # Safety
+    /// As for [`buffer`](crate::gpu::buffer), for all inputs and outputs.
+    unsafe fn forward(&self, y: Span, gradients: Precision) -> Result<DeviceContext> {
+        // SAFETY: the caller's promise.
+        let (step, weights) = unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs)?) };
+        self.slot.layer.forward(&step, &weights, gradients, &self.stream)
+    }
+
+    /// # Safety
+    /// As for [`buffer`](crate::gpu::buffer), for all inputs and outputs.
+    unsafe fn backward<G: GradientElement>(
+        &self,
+        context: &DeviceContext,
+        [dy, dx, d_topk_weights]: [Span; 3],
+        parts: Parts,
+        accumulate: bool,
+    ) -> Result<()> {
+        // Where the forward runs again, `dx` holds its `y` until the backward writes it.
+        // SAFETY: the caller's promise.
+        let (step, weights, gradients) = unsafe {
+            (
+                step(&self.inputs, [dy, dx, dx], d_topk_weights.0)?,
+                weights(&self.inputs)?,
+                gradients::<G>(parts)?,
+            )
+        };
+        let layer = &self.slot.layer;
+        layer.backward(context, &step, &weights, &gradients, accumulate, &self.stream)
+    }
+
+    fn done(&self) -> Result<()> {
+        if self.checked { self.slot.layer.finish() } else { Ok(()) }
+    }
+}
+
+fn acquire(number: usize, group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Lease> {
+    let mut slots = lock(&SLOTS);
+    let fits = |slot: &&Arc<Slot>| slot.group == number && slot.shape == shape && slot.knobs == knobs;
+    if let Some(slot) = slots.iter().filter(fits).find(|slot| !slot.leased.swap(true, Ordering::AcqRel)) {
+        return Ok(Lease(slot.clone()));
+    }
+    let layer = DeviceRankLayer::new(group, shape.clone(), knobs)?;
+    let slot = Arc::new(Slot { group: number, shape, knobs, layer, leased: AtomicBool::new(true) });
+    slots.push(slot.clone());
+    Ok(Lease(slot))
+}
+
+/// As `cuda_forward`, in a group of processes.
+#[pyfunction]
+pub(crate) fn cuda_rank_forward(
+    py: Python<'_>,
+    place: Place,
+    config: &Config,
+    inputs: Vec<usize>,
+    y: usize,
+    keep: bool,
+    f32_gradients: bool,
+) -> PyResult<Option<Py<PyAny>>> {
+    let group = group(py, config.group())?;
+    let left = without_lock(py, || {
+        // The layer's errors reach every rank; one before its call would leave them waiting.
+        let mut call =
+            Call::new(&group, place, config, &inputs, None).map_err(|error| group.refuse(error))?;
+        // SAFETY: as in `cuda_forward`.
+        let context = unsafe { call.forward(config.rows(y), precision(f32_gradients))? };
+        call.done()?;
+        Ok(call.lease.take().filter(|_| keep).map(|lease| Left { context, lease }))
+    })?;
+    left.map(|left| context::capsule(py, Kept::GpuRank(left))).transpose()
+}
+
+/// As `cuda_backward`, in a group of processes.
+#[pyfunction]
+pub(crate) fn cuda_rank_backward(
+    py: Python<'_>,
+    place: Place,
+    config: &Config,
+    inputs: Vec<usize>,
+    context: usize,
+    dy: usize,
+    dx: usize,
+    d_topk_weights: usize,
+    weight_gradients: Vec<usize>,
+    f32_gradients: bool,
+    accumulate: bool,
+) -> PyResult<()> {
+    let kept = context::find(context);
+    let group = group(py, config.group())?;
+    without_lock(py, || {
+        let left = match kept.as_deref() {
+            Some(Kept::GpuRank(left)) if left.lease.0.group == config.group() => Some(left),
+            _ => None,
+        };
+        let prepared =
+            || Ok((Call::new(&group, place, config, &inputs, left)?, config.parts(&weight_gradients)?));
+        let (call, parts) = prepared().map_err(|error: Error| group.refuse(error))?;
+        let rows = [config.rows(dy), config.rows(dx), config.routes(d_topk_weights)];
+        // SAFETY: as in `cuda_backward`.
+        unsafe {
+            let context = match left {
+                Some(left) => left.context,
+                None => call.forward(rows[1], precision(f32_gradients))?,
+            };
+            match f32_gradients {
+                true => call.backward::<f32>(&context, rows, parts, accumulate)?,
+                false => call.backward::<bf16>(&context, rows, parts, accumulate)?,
+            }
+        }
+        call.done()
+    })
+}
+
+fn precision(f32: bool) -> Precision {
+    if f32 { Precision::F32 } else { Precision::Bf16 }
+}
+
+/// Waits for all passes of groups of processes, and says which failed.
+pub(crate) fn finish() -> Result<()> {
+    let slots = lock(&SLOTS).clone();
+    slots.iter().try_for_each(|slot| slot.layer.finish())
+}
+
+/// Frees the slots on a GPU that no forward holds.
+pub(crate) fn trim(device: usize) -> Result<()> {
+    let mut slots = lock(&SLOTS);
+    let spare = |slot: &Slot| slot.layer.device().ordinal() == device && !slot.leased.load(Ordering::Acquire);
+    for slot in slots.iter().filter(|slot| spare(slot)) {
+        slot.layer.finish()?;
+        slot.layer.device().make_current()?;
+    }
+    slots.retain(|slot| !spare(slot));
+    Ok(())
+}
