@@ -4,7 +4,6 @@ use std::fmt;
 use std::fs::{self, File};
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::OnceLock;
 
 use anyhow::{Context, ensure};
 use kodkod::{CpuOptions, ExpertGroup, Isa, Knobs, Precision, Shape};
@@ -125,14 +124,10 @@ impl MachineOptions {
             let allowed = "--threads and --isa are for --device cpu";
             return Err(kodkod::Error::invalid("--device", &self.device, allowed));
         }
-        // The first group stays to the end, and with it the GPU's context: it takes long to make.
-        static FIRST: OnceLock<ExpertGroup> = OnceLock::new();
-        let group = match gpus {
-            [gpu] => ExpertGroup::cuda_virtual(*gpu, ranks)?,
-            _ => ExpertGroup::cuda(gpus)?,
-        };
-        FIRST.get_or_init(|| group.clone());
-        Ok(group)
+        match gpus {
+            [gpu] => ExpertGroup::cuda_virtual(*gpu, ranks),
+            _ => ExpertGroup::cuda(gpus),
+        }
     }
 
     /// The knobs of the options for a shape; what is not given follows the shape and the device.

@@ -65,7 +65,7 @@ struct Backward {
             char* b = a + gemm::A_BYTES;
             u64* full = &s.stages.full[at.stage];
             if (kind == program::GATE_UP) {
-                u32 row = expert * width + tile * 128;
+                u32 row = expert * GATE_ROWS + tile * 128;
                 ptx::tile_load(a, &p.x, full, k * 64, kept);
                 ptx::tile_load(b, &p.gate[shared], full, k * 64, row);
                 ptx::tile_load(b + gemm::B_BYTES / 2, &p.up[shared], full, k * 64, row);
@@ -77,7 +77,7 @@ struct Backward {
                 u32 kk = up ? k - blocks / 2 : k;
                 ptx::tile_load(a, up ? &p.du : &p.dg, full, kk * 64, ring);
                 const TensorMap* map = up ? &p.up_cols[shared] : &p.gate_cols[shared];
-                for (u32 c = 0; c < 4; c++) ptx::tile_load(b + c * 8192, map, full, tile * 256 + c * 64, expert * width + kk * 64);
+                for (u32 c = 0; c < 4; c++) ptx::tile_load(b + c * 8192, map, full, tile * 256 + c * 64, expert * GATE_ROWS + kk * 64);
             } else {
                 bool down = weight == program::DOWN_WEIGHT;
                 const TensorMap* ma = down ? &p.dy_cols : weight == program::GATE ? &p.dg_cols : &p.du_cols;
@@ -269,6 +269,9 @@ struct Backward {
         return weight == program::DOWN_WEIGHT ? down : weight == program::GATE ? gate : up;
     }
 
+    // Values from one routed expert's weight to the next one's.
+    static __device__ __forceinline__ u64 first_of(u32 weight) { return u64(weight == program::DOWN_WEIGHT ? INNER_SIZE : GATE_ROWS) * HIDDEN_SIZE; }
+
     // A lane's pairs of values of an accumulator, and their places in a matrix of `pitch` columns, `columns` of them inside.
     struct Fragment {
         u64 first;
@@ -304,7 +307,7 @@ struct Backward {
         u32 lane = threadIdx.x % 32, r0 = t.row0 + row0, minibatch = w.task.run.minibatch;
         u64 size = u64(t.rows) * t.columns;
         Fragment mine{u64(r0 + lane / 4) * t.columns + t.column0 + 2 * (lane % 4), t.columns, r0 < t.rows ? t.columns - t.column0 : 0};
-        auto* gradient = static_cast<Gradient*>(of_weight(t.weight, p.d_gate[t.shared], p.d_up[t.shared], p.d_down[t.shared])) + t.expert * size;
+        auto* gradient = static_cast<Gradient*>(of_weight(t.weight, p.d_gate[t.shared], p.d_up[t.shared], p.d_down[t.shared])) + t.expert * first_of(t.weight);
         // Where a sum that goes on from one minibatch to the next is kept: `minibatch` is the earlier.
         auto carry = [&](u32 minibatch) -> float* {
             if (!BF16_GRADIENTS) return reinterpret_cast<float*>(gradient);
@@ -400,10 +403,10 @@ struct Backward {
 
     static __device__ __forceinline__ void zero_gradients(const PassParams& p, u32 expert) {
         u32 shared = expert >= LOCAL;
-        u64 len = u64(shared ? SHARED_SIZE : INNER_SIZE) * HIDDEN_SIZE, first = shared ? 0 : expert * len;
-        zero(static_cast<Gradient*>(p.d_gate[shared]) + first, len);
-        zero(static_cast<Gradient*>(p.d_up[shared]) + first, len);
-        zero(static_cast<Gradient*>(p.d_down[shared]) + first, len);
+        u64 len = u64(shared ? SHARED_SIZE : INNER_SIZE) * HIDDEN_SIZE, at = shared ? 0 : expert;
+        zero(static_cast<Gradient*>(p.d_gate[shared]) + at * first_of(program::GATE), len);
+        zero(static_cast<Gradient*>(p.d_up[shared]) + at * first_of(program::UP), len);
+        zero(static_cast<Gradient*>(p.d_down[shared]) + at * first_of(program::DOWN_WEIGHT), len);
         if (BIASES && !shared) {
             zero(p.d_bias_gate + expert * INNER_SIZE, INNER_SIZE);
             zero(p.d_bias_up + expert * INNER_SIZE, INNER_SIZE);

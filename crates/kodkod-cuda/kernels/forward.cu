@@ -27,7 +27,7 @@ struct Forward {
     static __device__ __forceinline__ void produce(const PassParams& p, Shared& s, char* stages, gemm::Cursor& at, const Work& w) {
         u32 shared = w.expert >= LOCAL, expert = shared ? 0 : w.expert, tile = w.task.b;
         bool gate_up = w.task.kind == program::GATE_UP;
-        u32 row = gate_up ? expert * (shared ? SHARED_SIZE : INNER_SIZE) + tile * 128 : expert * HIDDEN_SIZE + tile * 256;
+        u32 row = gate_up ? expert * GATE_ROWS + tile * 128 : expert * HIDDEN_SIZE + tile * 256;
         u32 kept = w.kept, ring = w.ring, blocks = w.blocks;
         for (u32 k = 0; k < blocks; k++) {
             gemm::begin_stage(s.stages, at);

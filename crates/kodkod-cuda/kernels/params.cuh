@@ -3,9 +3,13 @@
 //   ALPHA UP_OFFSET LIMIT LIMIT_ON BIASES HAS_OUTPUT_GATE
 //   BF16_GRADIENTS: of the backward alone
 //   TRACE, optional: 1 to stamp each task
+//   GATE_ROWS, optional: rows from one expert's gate to the next one's, and of up; more than INNER_SIZE where they lie together
 #pragma once
 #ifndef TRACE
 #define TRACE 0
+#endif
+#ifndef GATE_ROWS
+#define GATE_ROWS INNER_SIZE
 #endif
 #include "ptx/copy.cuh"
 #include "program.cuh"

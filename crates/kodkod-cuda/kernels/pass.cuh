@@ -27,7 +27,6 @@ struct Shared {
     program::Program program;
     program::Task comm;
     program::Step steps[2];
-    u32 more;
 };
 // A warp's piece of a tile: 16 rows of 128 bytes, in the copy engine's swizzle. Each consumer warp has room for two.
 constexpr u32 PIECE_BYTES = 2048, STORE_BYTES = gemm::CONSUMER_WARPS * 2 * PIECE_BYTES;
@@ -438,15 +437,12 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
 
     // Takes a communication ticket, waits for it, and tells all threads; false at the end.
     auto next_comm = [&](u64 ticket, u64 end) {
-        if (threadIdx.x == 0) {
-            s.more = ticket < end;
-            if (s.more) {
-                program::decode(q, program::COMM, ticket, s.steps[program::COMM], s.comm);
-                s.more = wait_all(p, q, s.comm);
-            }
+        bool more = threadIdx.x == 0 && ticket < end;
+        if (more) {
+            program::decode(q, program::COMM, ticket, s.steps[program::COMM], s.comm);
+            more = wait_all(p, q, s.comm);
         }
-        __syncthreads();
-        return s.more;
+        return __syncthreads_or(more) != 0;
     };
     auto draw = [&](u32 counter) { return threadIdx.x == 0 ? atomicAdd(p.tickets + counter, 1) : 0; };
     // A ticket below `end`, or `end`: of those beyond, none is lost.

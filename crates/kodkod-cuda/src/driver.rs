@@ -4,7 +4,7 @@
 use std::ffi::{CStr, CString, c_void};
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -42,11 +42,25 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// The GPU of an ordinal.
+    /// The GPU of an ordinal; its context is current then. It stays open to the end of the process, since buffers may outlive
+    /// whoever opened it, and since opening takes long.
     ///
     /// # Errors
     /// Without a driver, without such a GPU, or with one below sm_90, says so and what works instead.
     pub fn new(ordinal: usize) -> Result<Arc<Self>> {
+        static OPEN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = open.iter().find(|device| device.ordinal() == ordinal) {
+            device.make_current()?;
+            return Ok(device.clone());
+        }
+        let device = Arc::new(Self::open(ordinal)?);
+        device.make_current()?;
+        open.push(device.clone());
+        Ok(device)
+    }
+
+    fn open(ordinal: usize) -> Result<Self> {
         // SAFETY: only looks for the library.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::NoDriver);
@@ -78,15 +92,13 @@ impl Device {
                 return Err(Error::Capability { name, major: capability.0, minor: capability.1 });
             }
             check(sys::cuDevicePrimaryCtxRetain(&mut context, device), "open the primary context")?;
-            let device = Arc::new(Device { ordinal: ordinal as i32, context, name, sms, capability });
-            device.make_current()?;
-            Ok(device)
+            Ok(Device { ordinal: ordinal as i32, context, name, sms, capability })
         }
     }
 
     /// Makes the context current on this thread.
     pub fn make_current(&self) -> Result<()> {
-        // SAFETY: the context is retained for as long as `self` lives.
+        // SAFETY: the context is never released.
         check(unsafe { sys::cuCtxSetCurrent(self.context) }, "make the context current")
     }
 
@@ -104,7 +116,7 @@ impl Device {
             return Ok(());
         }
         let mut can = 0;
-        // SAFETY: both are GPUs that the driver gave, and their contexts are retained for as long as they live.
+        // SAFETY: both are GPUs that the driver gave, and their contexts are never released.
         unsafe {
             check(sys::cuDeviceCanAccessPeer(&mut can, self.ordinal, other.ordinal), "ask for peer access")?;
             if can == 0 {
@@ -145,13 +157,6 @@ impl Device {
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: a context is current.
         check(unsafe { sys::cuCtxSynchronize() }, "wait for the GPU")
-    }
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        // SAFETY: retained in `new`. A failure at exit has nobody to tell.
-        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.ordinal) };
     }
 }
 

@@ -35,6 +35,8 @@ pub struct CudaLayer {
     pub(crate) tokens: Vec<usize>,
     /// What the kernels store weight gradients in.
     gradients: Precision,
+    /// From one expert's gate to the next one's, and of up.
+    pub(crate) gate_rows: usize,
     pub(crate) sizes: Sizes,
     seats: Vec<Seat>,
     /// The ranks that are here: all, or this process's.
@@ -75,6 +77,14 @@ struct Process {
     sharing: usize,
 }
 
+/// What a layer is made for, beside the usual.
+#[derive(Default)]
+struct Options {
+    traced: bool,
+    fused: bool,
+    process: Option<Process>,
+}
+
 /// Passes recorded by [`CudaLayer::capture`].
 #[derive(Debug)]
 pub struct Replay<'a> {
@@ -110,6 +120,7 @@ pub struct Hang {
     /// Tile of columns.
     pub tile: u32,
 }
+
 /// One task of one CTA.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
@@ -151,7 +162,20 @@ impl CudaLayer {
         tokens_per_rank: &[usize],
         gradients: Precision,
     ) -> Result<Self> {
-        Self::build(devices, shape, knobs, tokens_per_rank, gradients, false, None)
+        Self::build(devices, shape, knobs, tokens_per_rank, gradients, Options::default())
+    }
+
+    /// The same, where an expert's gate and up lie together, in the weights and in their gradients: `gate` is
+    /// `[experts, 2, intermediate, hidden]`, and `up` is borrowed, `gate` from its first expert's up on.
+    pub fn fused(
+        devices: &[Arc<Device>],
+        shape: &Shape,
+        knobs: &Knobs,
+        tokens_per_rank: &[usize],
+        gradients: Precision,
+    ) -> Result<Self> {
+        let options = Options { fused: true, ..Options::default() };
+        Self::build(devices, shape, knobs, tokens_per_rank, gradients, options)
     }
 
     /// The same, with kernels that stamp the begin and end of every task: see [`CudaLayer::stamps`].
@@ -162,7 +186,8 @@ impl CudaLayer {
         tokens_per_rank: &[usize],
         gradients: Precision,
     ) -> Result<Self> {
-        Self::build(devices, shape, knobs, tokens_per_rank, gradients, true, None)
+        let options = Options { traced: true, ..Options::default() };
+        Self::build(devices, shape, knobs, tokens_per_rank, gradients, options)
     }
 
     /// One rank of a layer whose others are processes, with a token count for each: `rank` on `device`, which `sharing` of
@@ -179,8 +204,8 @@ impl CudaLayer {
         tokens_per_rank: &[usize],
         gradients: Precision,
     ) -> Result<Self> {
-        let process = Some(Process { rank, sharing });
-        Self::build(from_ref(device), shape, knobs, tokens_per_rank, gradients, false, process)
+        let options = Options { process: Some(Process { rank, sharing }), ..Options::default() };
+        Self::build(from_ref(device), shape, knobs, tokens_per_rank, gradients, options)
     }
 
     fn build(
@@ -189,8 +214,7 @@ impl CudaLayer {
         knobs: &Knobs,
         tokens_per_rank: &[usize],
         gradients: Precision,
-        traced: bool,
-        process: Option<Process>,
+        Options { traced, fused, process }: Options,
     ) -> Result<Self> {
         let sizes = Sizes::new(shape, knobs, tokens_per_rank)?;
         let ranks = tokens_per_rank.len();
@@ -210,6 +234,10 @@ impl CudaLayer {
         let mut defines = sizes.defines(shape, gradients);
         if traced {
             defines.push(("TRACE", "1".into()));
+        }
+        let gate_rows = if fused { 2 } else { 1 } * shape.intermediate;
+        if fused {
+            defines.push(("GATE_ROWS", gate_rows.to_string()));
         }
         let files = Source::ALL.into_iter().chain(meets.then_some(Source::Meet));
         let code = files.map(|source| jit::cubin(source, &defines)).collect::<Result<Vec<_>>>()?;
@@ -262,6 +290,7 @@ impl CudaLayer {
             knobs: *knobs,
             tokens: tokens_per_rank.to_vec(),
             gradients,
+            gate_rows,
             first: process.as_ref().map_or(0, |p| p.rank),
             own_gates: gates.map(|p| Buffer::new(tokens_per_rank[p.rank])).transpose()?,
             sizes,
@@ -410,7 +439,7 @@ impl CudaLayer {
         self.check_whole()?;
         self.check(steps, weights, Some(gradients))?;
         let at = |(seat, experts): (usize, usize)| {
-            MatricesAt::of_gradients(&gradients[seat], &gradients[0], experts, &self.shape)
+            MatricesAt::of_gradients(&gradients[seat], &gradients[0], experts, &self.shape, self.gate_rows)
         };
         let call = Call {
             steps: self.steps_at(steps),
@@ -440,7 +469,7 @@ impl CudaLayer {
             copies.before.push(copied(&staged.x, &step.x));
         }
         copies.before.extend(self.own_gates.as_ref().map(|own| copied(self.gates(), own)));
-        let mut at = MatricesAt::of_gradients(gradients, gradients, 0, &self.shape);
+        let mut at = MatricesAt::of_gradients(gradients, gradients, 0, &self.shape, self.gate_rows);
         if let (Some(own), Some(shape)) = (&gradients.shared, self.shape.shared) {
             let sums = self.staged(0)?;
             at.share(sums);
@@ -704,8 +733,9 @@ impl CudaLayer {
     }
 
     fn weights_at(&self, weights: &[DeviceWeights]) -> Vec<MatricesAt> {
-        let at =
-            |(seat, experts): (usize, usize)| MatricesAt::of_weights(&weights[seat], experts, &self.shape);
+        let at = |(seat, experts): (usize, usize)| {
+            MatricesAt::of_weights(&weights[seat], experts, &self.shape, self.gate_rows)
+        };
         self.places(self.experts()).map(at).collect()
     }
 
@@ -735,7 +765,8 @@ impl CudaLayer {
             let experts = self.experts() * seat.ranks.len();
             let own = Shape { experts, ..self.shape.clone() };
             let tokens = self.tokens[seat.ranks.clone()].iter().sum();
-            check_part(&own, tokens, &steps[at], &weights[at], gradients.map(|g| &g[at]))?;
+            let fused = self.gate_rows != own.intermediate;
+            check_part(&own, tokens, fused, &steps[at], &weights[at], gradients.map(|g| &g[at]))?;
         }
         Ok(())
     }

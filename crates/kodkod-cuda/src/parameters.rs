@@ -62,16 +62,15 @@ pub(crate) struct MatricesAt {
 }
 
 impl MatricesAt {
-    /// Of a rank whose experts begin at `first`.
-    pub(crate) fn of_weights(w: &DeviceWeights, first: usize, shape: &Shape) -> Self {
-        let (h, i) = (shape.hidden as u64, shape.intermediate as u64);
-        let part = |b: &Buffer<bf16>| b.address() + first as u64 * h * i * 2;
+    /// Of a rank whose experts begin at `first`; from one's gate to the next one's, and of up, there are `gate_rows` rows.
+    pub(crate) fn of_weights(w: &DeviceWeights, first: usize, shape: &Shape, gate_rows: usize) -> Self {
+        let part = |b: &Buffer<bf16>, rows: usize| b.address() + (first * shape.hidden * rows * 2) as u64;
         let whole = |b: Option<&Buffer<bf16>>| b.map_or(0, Buffer::address);
         let shared = w.shared.as_ref();
         MatricesAt {
-            gate: [part(&w.gate), whole(shared.map(|s| &s.gate))],
-            up: [part(&w.up), whole(shared.map(|s| &s.up))],
-            down: [part(&w.down), whole(shared.map(|s| &s.down))],
+            gate: [part(&w.gate, gate_rows), whole(shared.map(|s| &s.gate))],
+            up: [part(&w.up, gate_rows), whole(shared.map(|s| &s.up))],
+            down: [part(&w.down, shape.intermediate), whole(shared.map(|s| &s.down))],
             biases: biases_at(w.biases.as_ref(), first, shape),
             output_gate: shared.and_then(|s| s.output_gate.as_ref()).map_or(0, Buffer::address),
         }
@@ -83,14 +82,15 @@ impl MatricesAt {
         all: &DeviceGradients<T>,
         first: usize,
         shape: &Shape,
+        gate_rows: usize,
     ) -> Self {
-        let bytes = (first * shape.hidden * shape.intermediate * size_of::<T>()) as u64;
+        let bytes = |rows: usize| (first * shape.hidden * rows * size_of::<T>()) as u64;
         let whole = |b: Option<&Buffer<T>>| b.map_or(0, Buffer::address);
         let shared = all.shared.as_ref();
         MatricesAt {
-            gate: [own.gate.address() + bytes, whole(shared.map(|s| &s.gate))],
-            up: [own.up.address() + bytes, whole(shared.map(|s| &s.up))],
-            down: [own.down.address() + bytes, whole(shared.map(|s| &s.down))],
+            gate: [own.gate.address() + bytes(gate_rows), whole(shared.map(|s| &s.gate))],
+            up: [own.up.address() + bytes(gate_rows), whole(shared.map(|s| &s.up))],
+            down: [own.down.address() + bytes(shape.intermediate), whole(shared.map(|s| &s.down))],
             biases: biases_at(own.biases.as_ref(), first, shape),
             output_gate: shared.and_then(|s| s.output_gate.as_ref()).map_or(0, Buffer::address),
         }
@@ -166,7 +166,8 @@ impl CudaLayer {
         let (weights, gradients, step) = (&call.weights[here], &call.gradients[here], &call.steps[rank]);
         let shared = self.shape.shared.map_or(0, |s| s.intermediate as u64);
         // Of this rank's experts and of the shared: gate or up, and down.
-        let (inner, outer) = ([[local * i, h], [shared, h]], [[local * h, i], [h, shared]]);
+        let gate = (local - 1) * self.gate_rows as u64 + i;
+        let (inner, outer) = ([[gate, h], [shared, h]], [[local * h, i], [h, shared]]);
         let width = i.max(shared);
         let mut p = Parameter::new();
         rows_map(&mut p, &memory.x, h, 128)?;

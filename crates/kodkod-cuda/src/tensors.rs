@@ -186,13 +186,14 @@ impl DeviceStep {
 }
 
 /// `Ok` where all that is on a GPU of a step, weights and gradients fits `own`, the shape with the experts that are there, and
-/// `tokens`.
+/// `tokens`. `fused`: an expert's gate and up lie together, as [`CudaLayer::fused`](crate::CudaLayer::fused) says.
 ///
 /// # Errors
 /// [`kodkod_core::Error::Length`] that names the argument.
 pub fn check_part<T: GradientElement>(
     own: &Shape,
     tokens: usize,
+    fused: bool,
     step: &DeviceStep,
     weights: &DeviceWeights,
     gradients: Option<&DeviceGradients<T>>,
@@ -206,8 +207,7 @@ pub fn check_part<T: GradientElement>(
     len("topk_ids", step.ids.len(), &[t, k])?;
     len("topk_weights", step.topk_weights.len(), &[t, k])?;
     len("d_topk_weights", step.d_topk_weights.len(), &[t, k])?;
-    len("w_gate", weights.gate.len(), &[e, i, h])?;
-    len("w_up", weights.up.len(), &[e, i, h])?;
+    gate_and_up(["w_gate", "w_up"], &weights.gate, &weights.up, own, fused)?;
     len("w_down", weights.down.len(), &[e, h, i])?;
     if own.biases {
         let b = weights.biases.as_ref();
@@ -226,8 +226,7 @@ pub fn check_part<T: GradientElement>(
         }
     }
     let Some(g) = gradients else { return Ok(()) };
-    len("dw_gate", g.gate.len(), &[e, i, h])?;
-    len("dw_up", g.up.len(), &[e, i, h])?;
+    gate_and_up(["dw_gate", "dw_up"], &g.gate, &g.up, own, fused)?;
     len("dw_down", g.down.len(), &[e, h, i])?;
     if own.biases {
         let b = g.biases.as_ref();
@@ -244,6 +243,34 @@ pub fn check_part<T: GradientElement>(
             let gate = w.and_then(|w| w.output_gate.as_ref());
             len("d_shared_output_gate", gate.map_or(0, Buffer::len), &[h])?;
         }
+    }
+    Ok(())
+}
+
+fn gate_and_up<T: Copy>(
+    [gate_name, up_name]: [&str; 2],
+    gate: &Buffer<T>,
+    up: &Buffer<T>,
+    own: &Shape,
+    fused: bool,
+) -> kodkod_core::Result<()> {
+    let len = kodkod_core::Error::check_len;
+    let (e, i, h) = (("experts", own.experts), ("intermediate", own.intermediate), ("hidden", own.hidden));
+    if !fused {
+        len(gate_name, gate.len(), &[e, i, h])?;
+        return len(up_name, up.len(), &[e, i, h]);
+    }
+    len(gate_name, gate.len(), &[e, ("gate and up", 2), i, h])?;
+    let half = own.intermediate * own.hidden;
+    let (at, wanted) = (up.address(), gate.address() + (half * size_of::<T>()) as u64);
+    if at != wanted || up.len() + half != gate.len() {
+        let allowed =
+            format!("{gate_name} from element {half} on is needed, where an expert's two lie together");
+        return Err(kodkod_core::Error::invalid(
+            up_name,
+            format!("{} elements elsewhere", up.len()),
+            allowed,
+        ));
     }
     Ok(())
 }

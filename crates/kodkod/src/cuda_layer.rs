@@ -22,7 +22,7 @@ pub(crate) const MOST_HELD: usize = 2;
 
 /// Ranks that share one GPU, or have one each.
 pub(crate) struct CudaGroup {
-    /// Of layers that are gone, the last first. Dropped before the devices, and with them the GPUs' contexts.
+    /// Of layers that are gone, the last first.
     spare: Mutex<Vec<Held>>,
     /// One, or one a rank.
     pub(crate) devices: Vec<Arc<Device>>,

@@ -330,7 +330,7 @@ impl DeviceRankLayer {
         gradients: Option<&DeviceGradients<G>>,
     ) -> Result<usize> {
         let tokens = step.ids.len() / self.shape.top_k;
-        check_part(&self.own_experts, tokens, step, weights, gradients)?;
+        check_part(&self.own_experts, tokens, false, step, weights, gradients)?;
         Ok(tokens)
     }
 
