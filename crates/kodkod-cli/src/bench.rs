@@ -226,7 +226,7 @@ impl Args {
             }
         }
         for named in &self.shape {
-            self.machine.knobs(&self.knobs, &named.shape).validate()?;
+            self.machine.knobs(&self.knobs, &named.shape, 1).validate()?;
             let needed = self.bytes(&named.shape);
             if let Some(available) = crate::doctor::available_memory()
                 && needed > available
@@ -285,7 +285,7 @@ fn measure_into<T: Element, G: GradientElement>(args: &Args) -> anyhow::Result<E
     let bar = progress(args.shape.len() * args.tokens.len() * args.ranks.len());
     let mut rows = Vec::new();
     for named in &args.shape {
-        let knobs = args.machine.knobs(&args.knobs, &named.shape);
+        let knobs = args.machine.knobs(&args.knobs, &named.shape, 1);
         bar.set_message(format!("{}: making weights", named.name));
         let most = |list: &[usize]| list.iter().max().copied().unwrap_or(0);
         let step: Step<T> =

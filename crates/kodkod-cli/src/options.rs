@@ -21,10 +21,12 @@ pub(crate) struct KnobOptions {
     /// Rows of a rank kept for the backward, the others are computed again [default: all]
     #[arg(long, value_name = "ROWS")]
     pub(crate) saved_rows: Option<usize>,
-    /// Workers that look for communication first in a forward [default: 1; 4 to 10 on a GPU, by width]
+    /// Workers that look for communication first in a forward [default: 1; 4 to 10 on a
+    /// GPU, by width; 8 to 16 with a GPU each]
     #[arg(long, value_name = "N")]
     pub(crate) fwd_comm_sms: Option<usize>,
-    /// Workers that look for communication first in a backward [default: 1; half of the forward's on a GPU]
+    /// Workers that look for communication first in a backward [default: 1; half of the
+    /// forward's on a GPU, 5/8 with a GPU each]
     #[arg(long, value_name = "N")]
     pub(crate) bwd_comm_sms: Option<usize>,
 }
@@ -130,11 +132,11 @@ impl MachineOptions {
         }
     }
 
-    /// The knobs of the options for a shape; what is not given follows the shape and the device.
-    pub(crate) fn knobs(&self, given: &KnobOptions, shape: &Shape) -> Knobs {
-        given.over(match self.device {
-            Device::Cpu => Knobs::for_shape(shape),
-            Device::Cuda(_) => Knobs::for_gpu(shape),
+    /// The knobs of the options for a shape and so many ranks; what is not given follows the shape and the device.
+    pub(crate) fn knobs(&self, given: &KnobOptions, shape: &Shape, ranks: usize) -> Knobs {
+        given.over(match self.device.gpus(ranks).len() {
+            0 => Knobs::for_shape(shape),
+            gpus => Knobs::for_gpus(shape, gpus),
         })
     }
 }

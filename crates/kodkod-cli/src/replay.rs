@@ -78,7 +78,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 fn replay<T: Element>(args: &Args, step: Step<T>, rows: Dtype) -> anyhow::Result<ExitCode> {
     let tokens_per_rank = split(args, &step)?;
     let group = args.machine.group(tokens_per_rank.len())?;
-    let knobs = args.machine.knobs(&args.knobs, &step.shape);
+    let knobs = args.machine.knobs(&args.knobs, &step.shape, tokens_per_rank.len());
     let outputs = step.run(&group, knobs, &tokens_per_rank)?;
     let reference = if args.check { Some(step.reference()?) } else { None };
     let comparisons = reference.as_ref().map(|reference| outputs.compare(reference));
@@ -172,7 +172,7 @@ impl<T: Element> Report<'_, T> {
         comparisons: Option<&[Comparison]>,
     ) -> serde_json::Value {
         let shape = &self.step.shape;
-        let knobs = self.args.machine.knobs(&self.args.knobs, shape);
+        let knobs = self.args.machine.knobs(&self.args.knobs, shape, self.tokens_per_rank.len());
         let output = |(at, (name, tensor)): (usize, &(&str, Tensor<T>))| {
             let (max, norm, non_finite) = tensor.size();
             let mut object = json!({

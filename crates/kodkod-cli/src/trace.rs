@@ -73,7 +73,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         );
     }
     let machine = MachineOptions { device: args.device.clone(), ..MachineOptions::default() };
-    let (shape, knobs) = (&args.shape.shape, machine.knobs(&args.knobs, &args.shape.shape));
+    let (shape, knobs) = (&args.shape.shape, machine.knobs(&args.knobs, &args.shape.shape, args.ranks));
     knobs.validate()?;
     experts_per_rank(shape, args.ranks).with_context(|| format!("--ranks, shape {}", args.shape.name))?;
     let most = Routing::MAX_TOKENS / args.ranks;

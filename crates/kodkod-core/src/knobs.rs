@@ -43,16 +43,28 @@ impl Knobs {
         }
     }
 
-    /// Defaults on a Hopper GPU, from measurement on an H200 (`docs/lab-notes.md`): a minibatch long enough that most
-    /// experts' rows lie in one, since a weight gradient is summed a minibatch at a time, and SMs enough to pull rows
-    /// ahead of the products: the fewer FLOPs a row needs, the more; half as many in a backward, which takes twice as long.
+    /// Defaults where all ranks share one Hopper GPU: [`Knobs::for_gpus`] of one.
     pub fn for_gpu(shape: &Shape) -> Self {
-        let fwd_comm_sms = (12288 / shape.intermediate.max(1)).clamp(4, 10);
-        Knobs {
-            fwd_comm_sms,
-            bwd_comm_sms: fwd_comm_sms / 2,
-            ..Self::for_shape(shape).with_rows(Some(16384), None, None)
-        }
+        Self::for_gpus(shape, 1)
+    }
+
+    /// Defaults on `gpus` Hopper GPUs with a rank each, from measurement on one H200 and on two with NVLink
+    /// (`docs/lab-notes.md`): a minibatch long enough that most experts' rows lie in one, since a weight gradient is
+    /// summed a minibatch at a time, and SMs enough to pull rows ahead of the products: the fewer FLOPs a row needs, the
+    /// more, and more over a link than from the GPU's own memory; fewer in a backward, which takes twice as long.
+    pub fn for_gpus(shape: &Shape, gpus: usize) -> Self {
+        let by_width = |n: usize| n / shape.intermediate.max(1);
+        let (fwd_comm_sms, bwd_comm_sms) = match gpus {
+            0 | 1 => {
+                let fwd = by_width(12288).clamp(4, 10);
+                (fwd, fwd / 2)
+            }
+            _ => {
+                let fwd = by_width(16384).clamp(8, 16);
+                (fwd, fwd * 5 / 8)
+            }
+        };
+        Knobs { fwd_comm_sms, bwd_comm_sms, ..Self::for_shape(shape).with_rows(Some(16384), None, None) }
     }
 
     /// The defaults, with the rows that the caller gave; what was not given follows what was.

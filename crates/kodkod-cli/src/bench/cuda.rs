@@ -26,8 +26,8 @@ struct Times {
 /// Fills the cache with what [`measure_all`] needs.
 pub(super) fn compile(args: &Args) -> anyhow::Result<ExitCode> {
     for named in &args.shape {
-        let knobs = args.machine.knobs(&args.knobs, &named.shape);
         for (&tokens, &ranks) in args.tokens.iter().flat_map(|t| args.ranks.iter().map(move |r| (t, r))) {
+            let knobs = args.machine.knobs(&args.knobs, &named.shape, ranks);
             let defines =
                 CudaLayer::defines(&named.shape, &knobs, &vec![tokens; ranks], args.gradients.precision())?;
             let meets = args.machine.device.gpus(ranks).len() > 1;
@@ -52,7 +52,7 @@ pub(super) fn measure_all(args: &Args) -> anyhow::Result<ExitCode> {
         for &tokens in &args.tokens {
             for (&ranks, gpus) in args.ranks.iter().zip(&gpus) {
                 bar.set_message(format!("{}, {tokens} tokens on each of {ranks} ranks", named.name));
-                let knobs = args.machine.knobs(&args.knobs, &named.shape);
+                let knobs = args.machine.knobs(&args.knobs, &named.shape, ranks);
                 let measure = match args.gradients {
                     Storage::Bf16 => measure::<bf16>,
                     Storage::F32 => measure::<f32>,

@@ -41,7 +41,7 @@ pub(super) fn measure<T: Element>(args: &Args) -> anyhow::Result<ExitCode> {
         let saved_rows = args.knobs.saved_rows.map_or(vec![0, Knobs::ALL], |rows| vec![rows]);
         for (&ranks, &saved_rows) in args.ranks.iter().flat_map(|r| saved_rows.iter().map(move |s| (r, s))) {
             for &tokens in &args.tokens {
-                let knobs = Knobs { saved_rows, ..args.machine.knobs(&args.knobs, shape) };
+                let knobs = Knobs { saved_rows, ..args.machine.knobs(&args.knobs, shape, ranks) };
                 let group = args.machine.group(ranks)?;
                 let step: Step<T> = random_step(shape, tokens * ranks, true, 1);
                 let routing = step.routing(&vec![tokens; ranks])?;

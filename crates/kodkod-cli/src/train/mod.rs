@@ -293,7 +293,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     );
     let every = args.checkpoint_every.unwrap_or(config.steps.div_ceil(4));
     ensure!(every > 0, "--checkpoint-every is 0: at least 1 is needed");
-    let knobs = args.machine.knobs(&args.knobs, &config.sizes.moe());
+    let knobs = args.machine.knobs(&args.knobs, &config.sizes.moe(), args.ranks);
     knobs.validate().context("the knobs")?;
     let group = args.machine.group(args.ranks)?;
     prepare(&args.out)?;
