@@ -9,7 +9,8 @@ use kodkod::{
 };
 
 use super::cases::{self, Case, Random};
-use super::{Config, Job, Row, gpu, most_ranks, on_gpu, precisions};
+use super::{Config, DEVICE, Job, Row, gpu, most_ranks, on_gpu, precisions};
+use crate::options::Device;
 use crate::step::{Gradients, Outputs, Step, Values, filled};
 
 /// One thing that is turned, and all the ways to set it.
@@ -187,7 +188,14 @@ fn hundred(mut row: Row) -> Row {
     if on_gpu() {
         // An input that has kernels.
         let case = (cases::contract().swap_remove(1).build)();
-        repeat(&mut row, &case.step.convert::<bf16>(), &even(&case, 4).rows(128, 128, 0), 100);
+        let step = case.step.convert::<bf16>();
+        repeat(&mut row, &step, &even(&case, 4).rows(128, 128, 0), 100);
+        // Between GPUs there is more that could come in another order.
+        if let Some(Device::Cuda(gpus)) = DEVICE.get()
+            && gpus.len() > 1
+        {
+            repeat(&mut row, &step, &even(&case, gpus.len()).rows(128, 256, 128), 500);
+        }
         return row;
     }
     let mut r = Random::new(14);
