@@ -43,7 +43,7 @@ def main():
     leaves = [x, topk_weights, *weights]
     dy = torch.ones_like(x)
 
-    plan = _ops.Plan([1, 1, 1, *[0] * 7], ("swiglu", None, 1.702, 0 if GPU else group._number, [-1] * 5))
+    plan = _ops.Plan([1, 1, 1, *[0] * 7], ("swiglu", None, 1.702, 0 if GPU else group._number, [-1] * 5), GPU)
     y, context = _ops._forward(plan, x, ids, topk_weights, weights, True, False)
     inputs = _ops._lay([x, ids, topk_weights, *weights], GPU)
     gradients = [torch.empty_like(t) for t in leaves]

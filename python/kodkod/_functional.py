@@ -95,7 +95,8 @@ def moe(
         topk_weights: [..., K], any floating dtype; computed with in float32.
         w_gate: [E, I, H], or a sequence of E tensors [I, H]; where ``w_up`` is None, [E, 2I, H] or [2I, H] each, the
             rows of gate before those of up.
-        w_up: as ``w_gate``, or None. Separate tensors are used as they lie; fused ones and sequences are copied.
+        w_up: as ``w_gate``, or None. Tensors of all experts are used as they lie, those of gate and up in one on a GPU
+            without a group; else those and sequences are copied.
         w_down: [E, H, I], or a sequence of E tensors [H, I].
         biases: of the routed experts.
         shared: the shared experts.
@@ -246,7 +247,7 @@ def _checked(x, topk_ids, topk_weights, routed, biases, shared, options):
     if knobs is not None and not isinstance(knobs, Knobs):
         raise TypeError(f"knobs is a {type(knobs).__name__}: a kodkod.Knobs is needed")
     knob_values = [-1] * 5 if knobs is None else [_knob(n, v) for n, v in zip(Knobs._fields, knobs, strict=True)]
-    plan = _ops.Plan(parts, (act[0], *_activation(*act), number, knob_values))
+    plan = _ops.Plan(parts, (act[0], *_activation(*act), number, knob_values), on_gpu)
     rows = x if x.dtype == dtype else x.to(dtype)
     topk_weights = topk_weights.to(torch.float32)
     rows, topk_weights = rows.resolve_neg().contiguous(), topk_weights.resolve_neg().contiguous()

@@ -45,7 +45,7 @@ _library.define(
 
 
 def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | None]:
-    """One tensor a place, gate and up apart, as views where they are one."""
+    """One tensor a place."""
     places: list[Tensor | None] = []
     at = 0
     for count in parts:
@@ -56,20 +56,20 @@ def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | No
         else:
             places.append(torch.stack(list(tensors[at : at + count])))
         at += count
-    if places[1] is None:
-        places[0], places[1] = places[0].chunk(2, dim=1)
     return places
 
 
 class Plan:
     """What all calls of the same shapes and options share."""
 
-    __slots__ = ("config", "f32", "gpu", "options", "parts", "whole")
+    __slots__ = ("config", "f32", "fused", "gpu", "options", "parts", "whole")
 
-    def __init__(self, parts: Sequence[int], options: Options) -> None:
-        self.parts, self.options = list(parts), options
-        # Whether each place is one tensor.
-        self.whole = max(parts) == 1 and parts[1] == 1
+    def __init__(self, parts: Sequence[int], options: Options, gpu: bool) -> None:
+        self.parts, self.options, self.gpu = list(parts), options, gpu
+        # Whether gate and up are used as the one tensor that they are.
+        self.fused = parts[1] == 0 and gpu and options[3] == 0
+        # Whether all weights are used as they are given.
+        self.whole = max(parts) == 1 and (parts[1] == 1 or self.fused)
         self.config: _kodkod.Config | None = None
 
     @property
@@ -79,11 +79,12 @@ class Plan:
     def complete(self, x: Tensor, ids: Tensor, given: Sequence[Tensor]) -> None:
         """For the kernels, which have tensors of checked shapes."""
         biases, shared, output_gate = (self.parts[place] > 0 for place in (3, 6, 9))
-        experts, intermediate, hidden = given[0].shape
-        width = given[6 if biases else 3].shape[0] if shared else 0
+        down, *others = given[1 if self.fused else 2 :]
+        experts, hidden, intermediate = down.shape
+        width = others[3 if biases else 0].shape[0] if shared else 0
         sizes = (hidden, intermediate, experts, ids.shape[-1], width, output_gate, biases)
         activation, limit, alpha, group, knobs = self.options
-        self.gpu, self.f32 = x.is_cuda, x.dtype == torch.float32
+        self.f32 = x.dtype == torch.float32
         self.config = _kodkod.Config(
             group,
             sizes,
@@ -91,12 +92,18 @@ class Plan:
             [None if knob < 0 else knob for knob in knobs],
             self.f32,
             ids.dtype == torch.int64,
+            self.fused,
             [x.numel(), ids.numel(), ids.numel(), *(tensor.numel() for tensor in given)],
         )
 
     def given(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """One tensor for each place that has some, gate and up apart."""
-        return tensors if self.whole else [place for place in _gather(tensors, self.parts) if place is not None]
+        """One tensor for each place that has some; gate and up apart, as views, unless they are used as one."""
+        if self.whole:
+            return tensors
+        places = _gather(tensors, self.parts)
+        if places[1] is None and not self.fused:
+            places[0], places[1] = places[0].chunk(2, dim=1)
+        return [place for place in places if place is not None]
 
 
 _address, _is_contiguous, _is_negated = Tensor.data_ptr, Tensor.is_contiguous, Tensor.is_neg
@@ -119,18 +126,13 @@ def _lay(tensors: list[Tensor], gpu: bool) -> list[int]:
     return addresses
 
 
-def _scatter(given: list[Tensor], parts: Sequence[int]) -> list[Tensor]:
-    """The other way: tensors as ``parts`` stores them, none a view of another."""
-    given = iter(given)
+def _scatter(given: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+    """The other way: tensors as the caller stores them, none a view of another."""
+    if plan.parts[1] == 0 and not plan.fused:
+        given = [torch.cat(given[:2], dim=1), *given[2:]]
     tensors: list[Tensor] = []
-    for place, count in enumerate(parts):
-        if place == 0 and parts[1] == 0:
-            both = torch.cat([next(given), next(given)], dim=1)
-            tensors += [both] if count == 1 else [expert.clone() for expert in both.unbind()]
-        elif count == 1:
-            tensors.append(next(given))
-        elif count > 1:
-            tensors += [expert.clone() for expert in next(given).unbind()]
+    for tensor, count in zip(given, filter(None, plan.parts), strict=True):
+        tensors += [tensor] if count == 1 else [expert.clone() for expert in tensor.unbind()]
     return tensors
 
 
@@ -196,7 +198,7 @@ def _backward(
         _gpu.backward(plan.group, x, *arguments)
     else:
         _kodkod.backward(*arguments)
-    results = gradients if plan.whole else _scatter(gradients, plan.parts)
+    results = gradients if plan.whole else _scatter(gradients, plan)
     for total, result in zip(sums, results, strict=False):
         if result is not total:
             total.copy_(result)
@@ -343,7 +345,7 @@ def run(
 def _moe_kernel(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *options_and_keep):
     *options, keep = options_and_keep
     _check_operator(x, ids, topk_weights, weights, parts)
-    plan = Plan(parts, options)
+    plan = Plan(parts, options, x.is_cuda)
     return _forward(plan, x, _narrow(ids), topk_weights, weights, keep, len(main_grads) > 0)
 
 
@@ -354,7 +356,7 @@ def _moe_fake(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *o
 
 def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *options_and_keep):
     *options, keep = options_and_keep
-    plan, by_weight = Plan(parts, options), dict(zip(main_grad_of, main_grads, strict=True))
+    plan, by_weight = Plan(parts, options, x.is_cuda), dict(zip(main_grad_of, main_grads, strict=True))
     if keep and torch.is_grad_enabled():
         return _Moe.apply(False, plan, by_weight, x, ids, topk_weights, *weights)
     with torch._C._AutoDispatchBelowAutograd():
@@ -363,13 +365,13 @@ def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of
 
 def _backward_kernel(dy, context, x, ids, topk_weights, weights, parts, *options):
     _check_operator(x, ids, topk_weights, weights, parts, dy)
-    plan = Plan(parts, options)
+    plan = Plan(parts, options, x.is_cuda)
     return _backward(plan, dy, context, x, _narrow(ids), topk_weights, weights, [])
 
 
 def _backward_into_kernel(dy, context, x, ids, topk_weights, weights, parts, sums, *options):
     _check_operator(x, ids, topk_weights, weights, parts, dy, sums)
-    plan = Plan(parts, options)
+    plan = Plan(parts, options, x.is_cuda)
     return tuple(_backward(plan, dy, context, x, _narrow(ids), topk_weights, weights, sums))
 
 

@@ -65,6 +65,8 @@ struct Size {
     shape: Shape,
     knobs: Knobs,
     tokens: usize,
+    /// Elements of an expert's gate, where its up lies behind it.
+    fused: Option<usize>,
 }
 
 struct Slot {
@@ -226,7 +228,7 @@ impl Call {
         let (stream, capture) = unsafe { (Stream::borrowed(place.1), caller::capture_of(place.1)?) };
         Ok(Call {
             gpu,
-            size: Size { shape, knobs, tokens },
+            size: Size { shape, knobs, tokens, fused: config.fused() },
             gradients: if f32_gradients { Precision::F32 } else { Precision::Bf16 },
             stream,
             capture: capture.unwrap_or(NONE),
@@ -296,13 +298,13 @@ impl Call {
 
     fn make(&self) -> Result<Arc<Slot>, Refused> {
         let (free, _) = caller::free_and_total()?;
-        let Size { shape, knobs, tokens } = &self.size;
-        let layer =
-            CudaLayer::new(std::slice::from_ref(&self.gpu.device), shape, knobs, &[*tokens], self.gradients)?;
+        let Size { shape, knobs, tokens, fused } = &self.size;
+        let new = if fused.is_some() { CudaLayer::fused } else { CudaLayer::new };
+        let layer = new(std::slice::from_ref(&self.gpu.device), shape, knobs, &[*tokens], self.gradients)?;
         // The driver counts in steps of some MiB: a small slot may show none, and the limit counts slots all the same.
         let bytes = free.saturating_sub(caller::free_and_total()?.0).max(1);
         let work = Work { layer, begin: Event::new()?, end: Event::new()?, call: NONE, unchecked: false };
-        let size = Size { shape: shape.clone(), knobs: *knobs, tokens: *tokens };
+        let size = Size { shape: shape.clone(), ..self.size };
         Ok(Arc::new(Slot {
             size,
             gradients: self.gradients,
@@ -337,7 +339,8 @@ impl Call {
     unsafe fn forward(&self, lease: &Lease, work: &mut Work, y: Span) -> Result<()> {
         work.call = NONE;
         // SAFETY: the caller's promise.
-        let (step, weights) = unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs)?) };
+        let (step, weights) =
+            unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs, self.size.fused)?) };
         self.run(work, |layer| layer.forward(&step, &weights))?;
         work.call = lease.call;
         Ok(())
@@ -356,8 +359,8 @@ impl Call {
         let (step, weights, gradients) = unsafe {
             (
                 step(&self.inputs, [dy, (0, dx.1), dx], d_topk_weights.0)?,
-                weights(&self.inputs)?,
-                gradients::<G>(parts)?,
+                weights(&self.inputs, self.size.fused)?,
+                gradients::<G>(parts, self.size.fused)?,
             )
         };
         self.run(work, |layer| layer.backward(&step, &weights, &gradients, accumulate))
@@ -391,15 +394,19 @@ pub(crate) unsafe fn step(
     }
 }
 
+/// `fused`: elements of an expert's gate, where its up lies behind it.
+///
 /// # Safety
 /// As for [`buffer`].
-pub(crate) unsafe fn weights(inputs: &Inputs) -> Result<DeviceWeights> {
+pub(crate) unsafe fn weights(inputs: &Inputs, fused: Option<usize>) -> Result<DeviceWeights> {
     let [gate, up, down, b_gate, b_up, b_down, s_gate, s_up, s_down, s_output_gate] = inputs.4;
+    let gate = given("w_gate", gate)?;
+    let up = up_of::<bf16>("w_up", gate, up, fused)?;
     // SAFETY: the caller's promise.
     unsafe {
         Ok(DeviceWeights {
-            gate: buffer("w_gate", given("w_gate", gate)?)?,
-            up: buffer("w_up", given("w_up", up)?)?,
+            gate: buffer("w_gate", gate)?,
+            up: buffer("w_up", up)?,
             down: buffer("w_down", given("w_down", down)?)?,
             biases: match b_gate {
                 None => None,
@@ -436,15 +443,28 @@ pub(crate) unsafe fn buffer<T: Copy>(name: &str, (address, len): Span) -> Result
     Ok(unsafe { Buffer::borrowed(address as u64, len) })
 }
 
+/// Where up is: for `fused` as for [`weights`], from that of the first expert on.
+fn up_of<T>(name: &str, gate: Span, up: Option<Span>, fused: Option<usize>) -> Result<Span> {
+    let Some(half) = fused.map(|half| half.min(gate.1)) else { return given(name, up) };
+    Ok((gate.0 + half * size_of::<T>(), gate.1 - half))
+}
+
+/// `fused` as for [`weights`].
+///
 /// # Safety
 /// As for [`buffer`], for all parts.
-pub(crate) unsafe fn gradients<G: GradientElement>(parts: Parts) -> Result<DeviceGradients<G>> {
+pub(crate) unsafe fn gradients<G: GradientElement>(
+    parts: Parts,
+    fused: Option<usize>,
+) -> Result<DeviceGradients<G>> {
     let [gate, up, down, b_gate, b_up, b_down, s_gate, s_up, s_down, s_output_gate] = parts;
+    let gate = given("dw_gate", gate)?;
+    let up = up_of::<G>("dw_up", gate, up, fused)?;
     // SAFETY: the caller's promise.
     unsafe {
         Ok(WeightGradients {
-            gate: buffer("dw_gate", given("dw_gate", gate)?)?,
-            up: buffer("dw_up", given("dw_up", up)?)?,
+            gate: buffer("dw_gate", gate)?,
+            up: buffer("dw_up", up)?,
             down: buffer("dw_down", given("dw_down", down)?)?,
             biases: match b_gate {
                 None => None,

@@ -92,7 +92,8 @@ impl Call {
     /// As for [`buffer`](crate::gpu::buffer), for all inputs and outputs.
     unsafe fn forward(&self, y: Span, gradients: Precision) -> Result<DeviceContext> {
         // SAFETY: the caller's promise.
-        let (step, weights) = unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs)?) };
+        let (step, weights) =
+            unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs, None)?) };
         self.slot.layer.forward(&step, &weights, gradients, &self.stream)
     }
 
@@ -110,8 +111,8 @@ impl Call {
         let (step, weights, gradients) = unsafe {
             (
                 step(&self.inputs, [dy, dx, dx], d_topk_weights.0)?,
-                weights(&self.inputs)?,
-                gradients::<G>(parts)?,
+                weights(&self.inputs, None)?,
+                gradients::<G>(parts, None)?,
             )
         };
         let layer = &self.slot.layer;

@@ -31,13 +31,14 @@ pub(crate) struct Config {
     knobs: KnobValues,
     f32: bool,
     wide: bool,
+    fused: bool,
     counts: Vec<usize>,
 }
 
 #[pymethods]
 impl Config {
-    /// `f32`: rows and weights are, else `bf16`. `wide`: ids are 64-bit, else 32. `counts`: elements of x, ids, router weights
-    /// and each weight that there is, in the order of [`Parts`].
+    /// `f32`: rows and weights are, else `bf16`. `wide`: ids are 64-bit, else 32. `fused`: gate and up are one tensor, in gate's
+    /// place. `counts`: elements of x, ids, router weights and each weight that there is, in the order of [`Parts`].
     #[new]
     fn new(
         group: usize,
@@ -46,9 +47,10 @@ impl Config {
         knobs: KnobValues,
         f32: bool,
         wide: bool,
+        fused: bool,
         counts: Vec<usize>,
     ) -> PyResult<Self> {
-        let config = Config { group, sizes, activation, knobs, f32, wide, counts };
+        let config = Config { group, sizes, activation, knobs, f32, wide, fused, counts };
         let needed = 3 + config.present().into_iter().filter(|&present| present).count();
         Error::check_len("counts", config.counts.len(), &[("tensors", needed)]).map_err(|e| exception(&e))?;
         Ok(config)
@@ -92,6 +94,11 @@ impl Config {
         self.group
     }
 
+    /// Elements of an expert's gate, where its up lies behind it.
+    pub(crate) fn fused(&self) -> Option<usize> {
+        self.fused.then(|| self.sizes.0.saturating_mul(self.sizes.1))
+    }
+
     /// With weights here.
     pub(crate) fn experts(&self) -> usize {
         self.sizes.2
@@ -101,7 +108,7 @@ impl Config {
     fn present(&self) -> [bool; 10] {
         let (.., shared, output_gate, biases) = self.sizes;
         let shared = shared > 0;
-        [true, true, true, biases, biases, biases, shared, shared, shared, output_gate]
+        [true, !self.fused, true, biases, biases, biases, shared, shared, shared, output_gate]
     }
 
     /// Tensors of these addresses: x, ids, router weights, weights.

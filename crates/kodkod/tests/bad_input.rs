@@ -48,7 +48,8 @@ fn sizes() {
 #[test]
 fn gpus() {
     refused(ExpertGroup::cuda(&[]), &["devices is empty", "one GPU"]);
-    refused(ExpertGroup::cuda(&[0, 1]), &["devices is [0, 1]", "not in this version", "cuda_virtual"]);
+    refused(ExpertGroup::cuda(&[0, 1, 0]), &["devices is 0 twice", "each GPU once", "cuda_virtual"]);
+    refused(ExpertGroup::cuda(&(0..9).collect::<Vec<_>>()), &["ranks is 9", "1 to 8"]);
     refused(ExpertGroup::cuda_virtual(0, 0), &["ranks is 0", "1 to 8"]);
     refused(ExpertGroup::cuda_virtual(0, 9), &["ranks is 9", "1 to 8"]);
     // No machine has so many, and some have no driver: either way it says what works instead.
