@@ -23,7 +23,7 @@ class Config:
             knobs: in the order of :class:`kodkod.Knobs`.
             f32: rows and weights are float32, else bfloat16.
             wide: ids are int64, else int32.
-            fused: gate and up are one tensor, in gate's place: [experts, 2, intermediate, hidden]. On a GPU without a group.
+            fused: gate and up are one tensor, [experts, 2, intermediate, hidden], in gate's place. On a GPU, without a group.
             counts: elements of x, ids, router weights and of each weight that there is, of gate, up, down; their
                 biases; shared gate, up, down and output gate.
         """

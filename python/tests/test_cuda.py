@@ -276,6 +276,74 @@ def test_storage_of_weights(storage, main_grad):
     bits_equal({n: want[n] for n in names}, dict(zip(names, got, strict=True)))
 
 
+def fused(step: Step) -> list[torch.Tensor]:
+    """Gate and up as one, and down."""
+    gate, up, down = (w.detach() for w in step.weights)
+    return [torch.cat([gate, up], dim=1).requires_grad_(), down.clone().requires_grad_()]
+
+
+def test_fused_weights_with_all_options():
+    step = on_gpu(full(ids(300)))
+    want = grads(step)
+    gate_up, down = fused(step)
+    y = kodkod.moe(step.x, step.ids, step.topk_weights, gate_up, None, down, **step.options())
+    others = [step.x, step.topk_weights, *step.biases, *step.shared]
+    both, d_down, *rest = torch.autograd.grad(y, [gate_up, down, *others], torch.ones_like(y))
+    d_gate, d_up = both.chunk(2, dim=1)
+    names = [n for n in want if not n.startswith("d w_") and n != "y"]
+    got = {
+        "y": y.detach(),
+        "d w_gate": d_gate,
+        "d w_up": d_up,
+        "d w_down": d_down,
+        **dict(zip(names, rest, strict=True)),
+    }
+    bits_equal(want, {n: got[n] for n in want})
+
+
+def peak(run):
+    """What it gives, and the most bytes that torch handed out in it."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_fused_weights_are_not_copied(main_grad):
+    """Nor are their gradients, which go on from what a main_grad holds."""
+    step = on_gpu(plain(ids(300)))
+    gate_up, down = fused(step)
+    begin = torch.rand(gate_up.shape, device="cuda")
+    if main_grad:
+        for tensor in (gate_up, down, *step.weights):
+            tensor.main_grad = torch.zeros(tensor.shape, device="cuda")
+        gate_up.main_grad.copy_(begin)
+        for tensor, part in zip(step.weights, begin.chunk(2, dim=1), strict=False):
+            tensor.main_grad.copy_(part)
+    dy = rows(300, HIDDEN).cuda()
+
+    def forward():
+        return kodkod.moe(step.x, step.ids, step.topk_weights, gate_up, None, down)
+
+    forward()  # what is allocated once
+    y, in_forward = peak(forward)
+    _, in_backward = peak(lambda: y.backward(dy))
+    results = [step.x, step.topk_weights] + ([] if main_grad else [gate_up, down])
+    results = sum(t.numel() * t.element_size() for t in results)
+    weight, small = gate_up.numel() * gate_up.element_size(), 1 << 16
+    print(f"forward {in_forward}, backward {in_backward} bytes of which {results} are results; the weight has {weight}")
+    assert in_forward < dy.numel() * dy.element_size() + small < weight
+    assert in_backward < results + small
+    step.kodkod().backward(dy)
+    of = (lambda t: t.main_grad) if main_grad else (lambda t: t.grad)
+    d_gate, d_up = of(gate_up).chunk(2, dim=1)
+    separate = {f"d {n}": of(t) for n, t in zip(["gate", "up", "down"], step.weights, strict=True)}
+    bits_equal(separate, {"d gate": d_gate, "d up": d_up, "d down": of(down)})
+
+
 def test_main_grad():
     """Two passes are added up in float32, and nothing is rounded between."""
     step = full(ids(300))

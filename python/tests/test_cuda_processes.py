@@ -108,6 +108,13 @@ def rank_same_bits(rank: int, folder: Path) -> None:
         names = list(step.leaves())[2:]
         sums = {f"d {n}": t.main_grad.to(t.dtype) for n, t in zip(names, held, strict=True)}
         bits_equal({n: first[n] for n in sums}, sums)
+    gate_up = torch.cat([w.detach() for w in steps[0].weights[:2]], dim=1).requires_grad_()
+    step, first = steps[0], got[0]
+    y = kodkod.moe(step.x, step.ids, step.topk_weights, gate_up, None, step.weights[2], group=group, **step.options())
+    d_gate, d_up = torch.autograd.grad(y, gate_up, dy)[0].chunk(2, dim=1)
+    bits_equal(
+        {n: first[n] for n in ("y", "d w_gate", "d w_up")}, {"y": y.detach(), "d w_gate": d_gate, "d w_up": d_up}
+    )
     kodkod.cuda.check()
     torch.save([{k: v.cpu() for k, v in g.items()} for g in got], folder / f"got {rank}")
 
