@@ -23,7 +23,8 @@ class Config:
             knobs: in the order of :class:`kodkod.Knobs`.
             f32: rows and weights are float32, else bfloat16.
             wide: ids are int64, else int32.
-            fused: gate and up are one tensor, [experts, 2, intermediate, hidden], in gate's place. On a GPU, without a group.
+            fused: gate and up are one tensor, [experts, 2, intermediate, hidden], in gate's place. On a GPU, without a
+                group.
             counts: elements of x, ids, router weights and of each weight that there is, of gate, up, down; their
                 biases; shared gate, up, down and output gate.
         """
@@ -124,6 +125,12 @@ def cuda_rank_backward(
     accumulate: bool,
 ) -> None:
     """As :func:`cuda_backward`, in a group of processes with a GPU each."""
+
+def cuda_compile(config: Config, ranks: int, f32_gradients: bool) -> None:
+    """Compiles what passes of ``config`` need, in ``ranks`` processes with a GPU each, or one, and keeps it on disk.
+
+    No GPU is needed.
+    """
 
 def cuda_check() -> None:
     """Waits for all passes on all GPUs, and raises where one was given up."""

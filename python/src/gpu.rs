@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kodkod::cuda::driver::{Buffer, Device, Event, Stream};
+use kodkod::cuda::jit::{self, Source};
 use kodkod::cuda::{self, CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, caller};
 use kodkod::{
     Biases, Error, GradientElement, Knobs, Precision, Result, Shape, SharedWeights, WeightGradients, bf16,
@@ -229,7 +230,7 @@ impl Call {
         Ok(Call {
             gpu,
             size: Size { shape, knobs, tokens, fused: config.fused() },
-            gradients: if f32_gradients { Precision::F32 } else { Precision::Bf16 },
+            gradients: precision(f32_gradients),
             stream,
             capture: capture.unwrap_or(NONE),
             checked: place.2,
@@ -487,6 +488,10 @@ pub(crate) unsafe fn gradients<G: GradientElement>(
     }
 }
 
+pub(crate) fn precision(f32: bool) -> Precision {
+    if f32 { Precision::F32 } else { Precision::Bf16 }
+}
+
 /// Runs `work` without the interpreter's lock; memory that is used up is a `MemoryError`.
 fn run<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Refused> + Send) -> PyResult<T> {
     without_lock(py, || match work() {
@@ -568,6 +573,28 @@ pub(crate) fn cuda_backward(
         // SAFETY: as above; `dx` holds `y` until the backward writes it.
         unsafe { call.forward(&lease, &mut work, dx)? };
         Ok(backward(&mut work)?)
+    })
+}
+
+/// Compiles what passes of `config` need, in `ranks` processes with a GPU each, or one, and keeps it on disk. No GPU is
+/// needed.
+#[pyfunction]
+pub(crate) fn cuda_compile(
+    py: Python<'_>,
+    config: &Config,
+    ranks: usize,
+    f32_gradients: bool,
+) -> PyResult<()> {
+    without_lock(py, || {
+        let shape = config.shape(Some(config.experts().saturating_mul(ranks)))?;
+        let knobs = config.knobs(Knobs::for_gpus(&shape, ranks));
+        let mut defines = CudaLayer::defines(&shape, &knobs, &vec![0; ranks], precision(f32_gradients))?;
+        if config.fused().is_some() {
+            defines.push(("GATE_ROWS", (2 * shape.intermediate).to_string()));
+        }
+        let mut files = Source::ALL.into_iter().chain((ranks > 1).then_some(Source::Meet));
+        files.try_for_each(|file| jit::cubin(file, &defines).map(drop))?;
+        Ok(())
     })
 }
 

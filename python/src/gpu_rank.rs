@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 
 use crate::context::{self, Kept};
 use crate::errors::without_lock;
-use crate::gpu::{Place, gradients, lock, step, weights};
+use crate::gpu::{Place, gradients, lock, precision, step, weights};
 use crate::groups::group;
 use crate::memory::Span;
 use crate::pass::{Config, Inputs, Parts};
@@ -69,7 +69,7 @@ impl Call {
             return Err(Error::invalid("precision", "f32", "a GPU computes in bf16"));
         }
         let shape = config.shape(Some(config.experts().saturating_mul(group.ranks())))?;
-        let knobs = config.knobs(Knobs::for_gpu(&shape));
+        let knobs = config.knobs(Knobs::for_gpus(&shape, group.ranks()));
         let inputs = config.inputs(addresses)?;
         let (slot, lease) = match left {
             Some(left) => (left.lease.0.clone(), None),
@@ -199,10 +199,6 @@ pub(crate) fn cuda_rank_backward(
         }
         call.done()
     })
-}
-
-fn precision(f32: bool) -> Precision {
-    if f32 { Precision::F32 } else { Precision::Bf16 }
 }
 
 /// Waits for all passes of groups of processes, and says which failed.

@@ -564,7 +564,13 @@ fn cold(name: &str) -> Outcome {
     let weights = DeviceWeights::from_host(&c.weights())?;
     let copied = lap();
     let gradients = new_gradients::<f32>(&shape)?;
-    let layer = CudaLayer::new(std::slice::from_ref(&device), &shape, &time_knobs(&shape), &[tokens], Precision::F32)?;
+    let layer = CudaLayer::new(
+        std::slice::from_ref(&device),
+        &shape,
+        &time_knobs(&shape),
+        &[tokens],
+        Precision::F32,
+    )?;
     let made = lap();
     layer.forward(&step, &weights)?;
     layer.backward(&step, &weights, &gradients, false)?;

@@ -119,7 +119,8 @@ fn gradients_of_another_type_are_refused() {
     let singles = new_gradients::<f32>(&step.shape).unwrap();
     let halves = new_gradients::<bf16>(&step.shape).unwrap();
     for precision in [Precision::F32, Precision::Bf16] {
-        let layer = CudaLayer::new(std::slice::from_ref(&device), &step.shape, &knobs, &[60], precision).unwrap();
+        let layer =
+            CudaLayer::new(std::slice::from_ref(&device), &step.shape, &knobs, &[60], precision).unwrap();
         layer.forward(&on_gpu, &weights).unwrap();
         let (single, half) = (
             layer.backward(&on_gpu, &weights, &singles, false),
