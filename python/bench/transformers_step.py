@@ -1,10 +1,11 @@
 """A few layers of real MoE models of transformers, trained for some steps with each experts implementation.
 
-Prints the losses side by side, whether kodkod's are the same bits when repeated, and tokens per second of whole steps.
-The widths are those of the models; layers and vocabulary are few, weights and tokens random.
+Prints the losses side by side, whether kodkod's are the same bits when repeated, tokens per second of whole steps, and
+what their time goes to. The widths are those of the models; layers are few, and the vocabulary is as much smaller, so
+that embedding and head have their share of a step; weights and tokens are random.
 
 python bench/transformers_step.py
-python bench/transformers_step.py --models olmoe --layers 2 --optimizer sgd --json out.json
+python bench/transformers_step.py --models olmoe --layers 4 --optimizer sgd --json out.json
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import kodkod
 MODELS = {
     "qwen3_moe": {
         "title": "Qwen3-30B-A3B",
+        "vocabulary": 151936 // 48,
         "hidden_size": 2048,
         "moe_intermediate_size": 768,
         "num_experts": 128,
@@ -37,6 +39,7 @@ MODELS = {
     },
     "olmoe": {
         "title": "OLMoE-1B-7B",
+        "vocabulary": 50304 // 16,
         "hidden_size": 2048,
         "intermediate_size": 1024,
         "num_experts": 64,
@@ -47,6 +50,8 @@ MODELS = {
     },
 }
 WARMUP = 4
+LOOKED_AT = 4
+"""Steps more, of which the parts are timed."""
 BATCHES = 2  # that come again and again, so that there is something to learn
 
 
@@ -55,12 +60,12 @@ def arguments(argv):
     add = parser.add_argument
     add("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     add("--implementations", nargs="+", default=["eager", "grouped_mm", "kodkod"])
-    add("--layers", type=int, default=4, metavar="N")
-    add("--vocabulary", type=int, default=8192, metavar="N")
+    add("--layers", type=int, default=2, metavar="N", help="default 2")
+    add("--vocabulary", type=int, metavar="N", help="default: the model's, by its layers, times --layers")
     add("--batch", type=int, default=4, metavar="N", help="sequences of a step (default 4)")
     add("--context", type=int, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
     add("--steps", type=int, default=20, metavar="N", help=f"steps (default 20); the first {WARMUP} are not timed")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default adamw, fused on a GPU")
     add("--lr", type=float, default=None, metavar="RATE", help="default 3e-4 for adamw, 0.1 for sgd")
     add("--scale", type=int, default=1, metavar="N", help="divides widths and experts: to try it on a CPU")
     add("--tolerance", type=float, default=0.02, metavar="X", help="of losses against the first implementation's")
@@ -74,7 +79,7 @@ def arguments(argv):
 
 def config_of(name, args):
     fields = dict(MODELS[name])
-    del fields["title"]
+    del fields["title"], fields["vocabulary"]
     for field in ("hidden_size", "moe_intermediate_size", "intermediate_size", "num_experts", "head_dim"):
         if field in fields:
             fields[field] //= args.scale
@@ -82,7 +87,7 @@ def config_of(name, args):
         name,
         **fields,
         num_hidden_layers=args.layers,
-        vocab_size=args.vocabulary,
+        vocab_size=vocabulary_of(name, args),
         max_position_embeddings=args.context,
         pad_token_id=0,
         bos_token_id=1,
@@ -91,9 +96,41 @@ def config_of(name, args):
     )
 
 
-def wait(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def vocabulary_of(name, args):
+    return args.vocabulary or MODELS[name]["vocabulary"] * args.layers // 64 * 64
+
+
+class Clock:
+    """Times of what a device does, by name, without waiting for it."""
+
+    def __init__(self, device):
+        self.gpu, self.marks = device.type == "cuda", {}
+
+    def mark(self, name):
+        """Begins a time, or ends the one that was begun."""
+        if self.gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self.marks.setdefault(name, []).append(now)
+
+    def milliseconds(self, name):
+        """All times of a name."""
+        if self.gpu:
+            torch.cuda.synchronize()
+        marks = self.marks.get(name, [])
+        return [
+            begin.elapsed_time(end) if self.gpu else 1e3 * (end - begin)
+            for begin, end in zip(marks[::2], marks[1::2], strict=True)
+        ]
+
+    def watch(self, module):
+        """Times passes of a module."""
+        module.register_forward_pre_hook(lambda *_: self.mark("forward"))
+        module.register_forward_hook(lambda *_: self.mark("forward"))
+        module.register_full_backward_pre_hook(lambda *_: self.mark("backward"))
+        module.register_full_backward_hook(lambda *_: self.mark("backward"))
 
 
 class Bar:
@@ -114,8 +151,8 @@ class Bar:
             sys.stderr.flush()
 
 
-def train(name, implementation, args, device, bar):
-    """Losses, seconds of a step, and the most bytes of memory."""
+def train(name, implementation, args, device, bar, look=False):
+    """Losses and, as far as asked for, milliseconds of a step and of its parts, and the most bytes of memory."""
     torch.manual_seed(0)
     gc.collect()
     if device.type == "cuda":
@@ -128,34 +165,50 @@ def train(name, implementation, args, device, bar):
         )
         generator = torch.Generator(device).manual_seed(1)
         shape = (BATCHES, args.batch, args.context)
-        tokens = torch.randint(3, args.vocabulary, shape, generator=generator, device=device)
+        tokens = torch.randint(3, vocabulary_of(name, args), shape, generator=generator, device=device)
     net.train()
+    fused = device.type == "cuda"
     if args.optimizer == "adamw":
-        lr, fused = args.lr or 3e-4, device.type == "cuda"
-        optimizer = torch.optim.AdamW(net.parameters(), lr, betas=(0.9, 0.95), fused=fused)
+        optimizer = torch.optim.AdamW(net.parameters(), args.lr or 3e-4, betas=(0.9, 0.95), fused=fused)
     else:
-        optimizer = torch.optim.SGD(net.parameters(), args.lr or 0.1, fused=device.type == "cuda")
-    losses = []
-    for step in range(args.steps):
-        if step == WARMUP:
-            wait(device)
-            begin = time.perf_counter()
+        optimizer = torch.optim.SGD(net.parameters(), args.lr or 0.1, fused=fused)
+    clock, losses = Clock(device), []
+    for step in range(args.steps + look * LOOKED_AT):
+        if step == args.steps:
+            for path, module in net.named_modules():
+                if path.endswith(".experts"):
+                    clock.watch(module)
+        looked_at = step >= args.steps
+        if step in (WARMUP, args.steps):
+            clock.mark("looked at" if looked_at else "timed")
         batch = tokens[step % BATCHES]
         loss = net(input_ids=batch, labels=batch).loss
         loss.backward()
+        if looked_at:
+            clock.mark("optimizer")
         optimizer.step()
+        if looked_at:
+            clock.mark("optimizer")
         optimizer.zero_grad()
-        losses.append(loss.detach())
-        bar.step(f"{name} {implementation}")
-    wait(device)
-    seconds = (time.perf_counter() - begin) / (args.steps - WARMUP)
-    most = 0
+        if not looked_at:
+            losses.append(loss.detach())
+            bar.step(f"{name} {implementation}")
+            if step == args.steps - 1:
+                clock.mark("timed")
+    if look:
+        clock.mark("looked at")
     if device.type == "cuda":
         kodkod.cuda.check()
-        most = torch.cuda.max_memory_allocated() + kodkod.cuda.memory().bytes
-        if implementation == "kodkod":
-            print(f"{name}: {kodkod.cuda.memory()}")
-    return torch.stack(losses).float().tolist(), seconds, most
+    run = {"losses": torch.stack(losses).float().tolist()}
+    if look:
+        whole = clock.milliseconds("timed")[0] / (args.steps - WARMUP)
+        names = ("forward", "backward", "optimizer", "looked at")
+        parts = {part: sum(clock.milliseconds(part)) / LOOKED_AT for part in names}
+        parts["else"] = 2 * parts["looked at"] - sum(parts.values())
+        run |= {"milliseconds": whole, "parts": parts, "tokens_per_second": 1e3 * batch.numel() / whole}
+        gpu = device.type == "cuda"
+        run["bytes"] = torch.cuda.max_memory_allocated() + kodkod.cuda.memory().bytes if gpu else 0
+    return run
 
 
 def main(argv=None):
@@ -170,15 +223,11 @@ def main(argv=None):
     print(f"{where}, torch {torch.__version__}, transformers {transformers.__version__}")
     for name in args.models:
         tokens = args.batch * args.context
-        print(
-            f"{MODELS[name]['title']}: {args.layers} layers, {tokens} tokens a step, bf16, {args.optimizer}", flush=True
-        )
-        runs = {}
-        for implementation in args.implementations:
-            losses, seconds, most = train(name, implementation, args, device, bar)
-            runs[implementation] = {"losses": losses, "tokens_per_second": tokens / seconds, "bytes": most}
+        what = f"{args.layers} layers, vocabulary {vocabulary_of(name, args)}, {tokens} tokens a step"
+        print(f"{MODELS[name]['title']}: {what}, bf16, {args.optimizer}", flush=True)
+        runs = {i: train(name, i, args, device, bar, look=True) for i in args.implementations}
         print("step  " + "".join(f"{i:>12}" for i in runs))
-        for step in range(args.steps):
+        for step in sorted({*range(0, args.steps, 4), args.steps - 1}):
             print(f"{step:4}  " + "".join(f"{run['losses'][step]:12.5f}" for run in runs.values()))
         first = next(iter(runs))
         for implementation, run in runs.items():
@@ -186,17 +235,20 @@ def main(argv=None):
             run["difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
             if not run["difference"] <= args.tolerance:
                 wrong.append(f"{name}: losses of {implementation} differ by {run['difference']:.1%} from {first}")
-        slowest = runs.get("grouped_mm", runs[first])["tokens_per_second"]
+        other = runs.get("grouped_mm", runs[first])
         for implementation, run in runs.items():
-            speed = run["tokens_per_second"]
+            times = other["milliseconds"] / run["milliseconds"]
+            parts, alone = run["parts"], [r["milliseconds"] - r["parts"]["optimizer"] for r in (other, run)]
             print(
-                f"{implementation:12} {speed:10.0f} tokens/s  {speed / slowest:5.2f} x"
-                f"  {run['bytes'] / 2**30:6.1f} GiB  losses within {run['difference']:.2%} of {first}"
+                f"{implementation:10} {run['tokens_per_second']:8.0f} tokens/s {times:5.2f} x, without the optimizer "
+                f"{alone[0] / alone[1]:.2f} x; {run['milliseconds']:.1f} ms: experts {parts['forward']:.1f} + "
+                f"{parts['backward']:.1f}, optimizer {parts['optimizer']:.1f}, else {parts['else']:.1f}; "
+                f"{run['bytes'] / 2**30:.1f} GiB; losses within {run['difference']:.2%} of {first}"
             )
         if repeats:
             # All else in the model must be deterministic too, which makes it slower.
             torch.use_deterministic_algorithms(True, warn_only=True)
-            one, two = (train(name, "kodkod", args, device, bar)[0] for _ in range(2))
+            one, two = (train(name, "kodkod", args, device, bar)["losses"] for _ in range(2))
             torch.use_deterministic_algorithms(False)
             runs["kodkod"]["repeats"] = one == two
             print(f"kodkod, repeated: {'same bits' if one == two else 'OTHER BITS'} in all {args.steps} losses")

@@ -131,6 +131,8 @@ def moe(
         if plan is not None and (main_grads := _main_grads(weights)) is not None:
             if plan.gpu and topk_ids.dtype != torch.int32:
                 topk_ids = topk_ids.to(torch.int32)
+            if topk_weights.dtype != torch.float32:
+                topk_weights = topk_weights.to(torch.float32)
             return _ops.run(plan, x, topk_ids, topk_weights, weights, main_grads)
     try:
         args, out_dtype = _checked(x, topk_ids, topk_weights, routed, biases, shared, options)
@@ -139,11 +141,12 @@ def moe(
         raise
     y = _ops.run(*args)
     if key is not None and y.dtype == out_dtype:
-        _remember(key, args, (x, topk_weights, *weights))
+        _remember(key, args, (x, *weights))
     return y if y.dtype == out_dtype else y.to(out_dtype)
 
 
-# Of calls that were checked and had nothing to convert, by their signature: checks take longer than all the rest here.
+# Of calls that were checked and had no rows or weights to convert, by their signature: checks take longer than all the
+# rest here.
 _plans: dict[tuple, _ops.Plan] = {}
 _MOST_PLANS = 1024
 _kind = operator.attrgetter("shape", "dtype", "device")
@@ -168,8 +171,8 @@ def _known(x, topk_ids, topk_weights, routed, biases, shared, options):
 
 
 def _remember(key: tuple, args: tuple, given: Sequence[Tensor]) -> None:
-    plan, x, _, topk_weights, weights, _ = args
-    used = (x, topk_weights, *weights)
+    plan, x, _, _, weights, _ = args
+    used = (x, *weights)
     if len(used) == len(given) and all(a is b for a, b in zip(used, given, strict=True)) and plan.config is not None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
