@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// Print one JSON object a row instead of a table
     #[arg(long)]
     json: bool,
-    /// Where the layer runs: cpu, cuda or cuda:N
+    /// Where the layer runs: cpu, cuda, cuda:N or cuda:N,M,...; as many ranks as GPUs have one each
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: Device,
     /// With --device cuda: only compile the kernels that are needed, into the cache; needs no GPU

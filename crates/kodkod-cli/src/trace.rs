@@ -42,10 +42,10 @@ pub(crate) struct Args {
     /// Tokens of each rank
     #[arg(long, value_name = "TOKENS", default_value_t = 8192)]
     tokens: usize,
-    /// Ranks, which share the GPU
+    /// Ranks, which share the GPU unless --device gives one to each
     #[arg(long, value_name = "RANKS", default_value_t = 1)]
     ranks: usize,
-    /// The GPU: cuda or cuda:N
+    /// The GPU, or with as many as ranks one each: cuda, cuda:N or cuda:N,M,...
     #[arg(long, value_name = "DEVICE", default_value = "cuda")]
     device: Device,
     /// What the gradients of weights are stored in: f32 or bf16
