@@ -44,8 +44,8 @@ _library.define(
 )
 
 
-def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | None]:
-    """One tensor a place."""
+def _gather(tensors: Sequence[Tensor], parts: Sequence[int], fused: bool = False) -> list[Tensor | None]:
+    """One tensor a place; gate and up that are one are views of it, or with ``fused`` stay so."""
     places: list[Tensor | None] = []
     at = 0
     for count in parts:
@@ -56,6 +56,8 @@ def _gather(tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor | No
         else:
             places.append(torch.stack(list(tensors[at : at + count])))
         at += count
+    if places[1] is None and not fused:
+        places[0], places[1] = places[0].chunk(2, dim=1)
     return places
 
 
@@ -97,13 +99,10 @@ class Plan:
         )
 
     def given(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """One tensor for each place that has some; gate and up apart, as views, unless they are used as one."""
+        """One tensor for each place that has some; gate and up apart, unless they are used as one."""
         if self.whole:
             return tensors
-        places = _gather(tensors, self.parts)
-        if places[1] is None and not self.fused:
-            places[0], places[1] = places[0].chunk(2, dim=1)
-        return [place for place in places if place is not None]
+        return [place for place in _gather(tensors, self.parts, self.fused) if place is not None]
 
 
 _address, _is_contiguous, _is_negated = Tensor.data_ptr, Tensor.is_contiguous, Tensor.is_neg
