@@ -1,5 +1,6 @@
 //! A layer's kernels and its launches, for ranks that share a GPU or have one each.
 
+use std::cell::OnceCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::slice::from_ref;
@@ -347,11 +348,11 @@ impl CudaLayer {
         if !self.meets() {
             return self.here().try_for_each(|rank| self.launch_schedule(rank, &steps, &self.stream));
         }
-        self.apart(|rank| {
+        self.apart(&[&|rank| {
             self.meet(rank, false)?;
             self.launch_schedule(rank, &steps, &self.memory(rank).stream)?;
             self.meet(rank, true)
-        })
+        }])
     }
 
     fn launch_schedule(&self, rank: usize, steps: &[StepAt], stream: &Stream) -> Result<()> {
@@ -772,27 +773,36 @@ impl CudaLayer {
     }
 
     fn pass(&self, pass: usize, call: &Call) -> Result<()> {
-        let parameters =
-            self.here().map(|rank| self.pass_parameter(pass, rank, call)).collect::<Result<Vec<_>>>()?;
+        // All are made before the first launch, so that no rank waits for one that failed, while the GPUs do what comes before.
+        let parameters = OnceCell::new();
         let launch = |rank: usize| {
-            let (seat, p) = (self.seat(rank), &parameters[rank - self.first]);
+            let all = match parameters.get() {
+                Some(all) => all,
+                None => {
+                    let made = self.here().map(|rank| self.pass_parameter(pass, rank, call));
+                    let made = made.collect::<Result<Vec<_>>>()?;
+                    parameters.get_or_init(|| made)
+                }
+            };
+            let (seat, stream) = (self.seat(rank), &self.memory(rank).stream);
             // SAFETY: the parameter is laid out as `PassParams`, and the buffers live as long as `self` and the arguments.
-            unsafe { seat.passes[pass].launch(seat.ctas, THREADS, &self.memory(rank).stream, p) }
+            unsafe { seat.passes[pass].launch(seat.ctas, THREADS, stream, &all[rank - self.first]) }
         };
         if self.meets() {
-            return self.apart(|rank| {
+            let before = |rank: usize| {
                 let stream = &self.memory(rank).stream;
                 self.reached[rank].counters.fill(0, stream)?;
                 copy_all(&call.copies.before, stream)?;
                 self.meet(rank, false)?;
-                if pass == 0 {
-                    self.launch_schedule(rank, &call.steps, stream)?;
-                }
+                if pass == 0 { self.launch_schedule(rank, &call.steps, stream) } else { Ok(()) }
+            };
+            let after = |rank: usize| {
                 launch(rank)?;
                 self.meet(rank, true)?;
-                copy_all(&call.copies.after, stream)?;
+                copy_all(&call.copies.after, &self.memory(rank).stream)?;
                 if call.copies.meet { self.meet(rank, true) } else { Ok(()) }
-            });
+            };
+            return self.apart(&[&before, &after]);
         }
         if pass == 0 {
             self.here().try_for_each(|rank| self.launch_schedule(rank, &call.steps, &self.stream))?;
@@ -800,18 +810,28 @@ impl CudaLayer {
         for reached in &self.reached {
             reached.counters.fill(0, &self.stream)?;
         }
-        self.apart(launch)
+        self.apart(&[&launch])
     }
 
     /// Work of each rank, in its own stream and on its own GPU, after what is in the layer's stream; what follows there
-    /// comes after the work of all.
-    fn apart(&self, work: impl Fn(usize) -> Result<()>) -> Result<()> {
+    /// comes after the work of all. Of several works, the first is queued for all ranks before the next is: ranks wait for
+    /// each other.
+    fn apart(&self, works: &[&dyn Fn(usize) -> Result<()>]) -> Result<()> {
         self.scheduled.record(&self.stream)?;
         for rank in self.here() {
             let memory = self.memory(rank);
             memory.device.make_current()?;
             memory.stream.wait(&self.scheduled)?;
-            work(rank)?;
+        }
+        for work in works {
+            for rank in self.here() {
+                self.memory(rank).device.make_current()?;
+                work(rank)?;
+            }
+        }
+        for rank in self.here() {
+            let memory = self.memory(rank);
+            memory.device.make_current()?;
             memory.done.record(&memory.stream)?;
         }
         self.seats[0].device.make_current()?;
