@@ -129,20 +129,17 @@ template <typename T> __device__ __forceinline__ auto matrix_rows(T* matrix, u32
     return [=](u32 r) { return reinterpret_cast<char*>(first + u64(r) * pitch); };
 }
 
-// A row of a token of another rank that an earlier task of this pass, or the forward, has pulled for another of the token's
-// experts, and that still lies in its slot; ~0 where there is none. Returns when it is there.
+// A row of a token of another rank that was pulled for another of the token's experts and still lies in its slot; ~0 where there
+// is none. Returns when it is there.
 template <bool GRAD> __device__ __forceinline__ u32 row_here(const PassParams& p, const program::Program& q, const program::Task& t, u32 slot) {
-    u32 route = slot / SLOTS * TOP_K, minibatch = t.a / q.per_minibatch, best = ~0u;
+    u32 route = slot / SLOTS * TOP_K, best = ~0u;
 #pragma unroll 8
     for (u32 k = 0; k < TOP_K; k++) {
         if (static_cast<u32>(__ldg(p.ids_of[t.b] + route + k)) - q.rank * LOCAL >= LOCAL) continue;
-        u32 row = __ldg(p.row_of[t.b] + route + k), block = row / 128, other = block / q.per_minibatch;
-        bool visited = q.pass == program::FORWARD ? other > minibatch : other < minibatch;
-        bool there = other == minibatch ? block < t.a : !GRAD && visited && other < q.saved;
-        if (there) best = min(best, row);
+        u32 row = __ldg(p.row_of[t.b] + route + k);
+        if (program::row_stays(q, GRAD, t.a, row / 128) != program::GONE) best = min(best, row);
     }
-    // In a backward, what was saved is there.
-    if (best != ~0u && (GRAD || q.pass == program::FORWARD || best / 128 / q.per_minibatch >= q.saved)) {
+    if (best != ~0u && program::row_stays(q, GRAD, t.a, best / 128) == program::PULLED_BEFORE) {
         wait_for(p, q, t, {{GRAD ? program::GRAD_PULLED : program::PULLED, best / 128}, RANKS});
     }
     return best;

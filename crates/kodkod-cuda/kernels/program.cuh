@@ -312,4 +312,17 @@ __host__ __device__ inline u32 kept_row(const Program& p, u32 block) {
 }
 __host__ __device__ inline u32 ring_row(const Program& p, u32 block) { return row_in(p, block / p.per_minibatch % p.ring, block); }
 
+// Whether a row of block `other`, of x or of dy where `grad`, lies in its slot while `block` is pulled, so that a token's second
+// row can be copied from it.
+enum Here : u32 { GONE, PULLED_BEFORE, OF_FORWARD };  // PULLED_BEFORE: once all of its pulls, whose tickets are earlier, are done
+__host__ __device__ inline u32 row_stays(const Program& p, bool grad, u32 block, u32 other) {
+    u32 minibatch = block / p.per_minibatch, its = other / p.per_minibatch;
+    // Its slot is used again when the minibatch's products are done, this block's among them.
+    if (its == minibatch) return other < block ? PULLED_BEFORE : GONE;
+    // The ring is used again, by this minibatch perhaps. What is saved has slots of its own.
+    if (grad || its >= p.saved) return GONE;
+    if (p.pass == BACKWARD) return OF_FORWARD;
+    return its > minibatch ? PULLED_BEFORE : GONE;
+}
+
 }  // namespace program

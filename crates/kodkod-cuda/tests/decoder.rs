@@ -33,6 +33,7 @@ u32 place_of(const Program* p, u32 name, u32 index) { return place(*p, {name, in
 u32 row_of(const Program* p, u32 which, u32 block) {
     return which == 0 ? kept_row(*p, block) : which == 1 ? ring_row(*p, block) : which == 2 ? rows_in(*p, block) : expert_of(*p, block);
 }
+u32 stays(const Program* p, u32 grad, u32 block, u32 other) { return row_stays(*p, grad, block, other); }
 }
 "#;
 
@@ -101,8 +102,9 @@ impl Drop for Folder {
 
 impl Decoder {
     /// `None` where there is no C++ compiler, unless `KODKOD_REQUIRE_CXX` is set: continuous integration sets it.
-    fn build() -> Option<Self> {
-        let folder = Folder(std::env::temp_dir().join(format!("kodkod-decoder-{}", std::process::id())));
+    fn build(name: &str) -> Option<Self> {
+        let folder = format!("kodkod-decoder-{name}-{}", std::process::id());
+        let folder = Folder(std::env::temp_dir().join(folder));
         std::fs::create_dir_all(&folder.0).expect("a folder for the build");
         let (source, library) = (folder.0.join("decoder.cpp"), folder.0.join("libdecoder.so"));
         std::fs::write(&source, SHIM).expect("the shim is written");
@@ -371,9 +373,68 @@ type DecodeAt = extern "C" fn(*const DeviceProgram, u32, u64, *mut DeviceTask);
 type PlaceOf = extern "C" fn(*const DeviceProgram, u32, u32) -> u32;
 type RowOf = extern "C" fn(*const DeviceProgram, u32, u32) -> u32;
 
+type Stays = extern "C" fn(*const DeviceProgram, u32, u32, u32) -> u32;
+
+/// Where a pull copies a row from another row's slot, that row is pulled by earlier tickets, or was saved by the forward, and
+/// no pull of this pass uses the slot again before this block's products are done.
+#[test]
+fn rows_that_stay_are_there_and_stay() {
+    let Some(decoder) = Decoder::build("stays") else { return };
+    // SAFETY: the types are those of the shim.
+    let stays = unsafe { decoder.symbol::<Stays>("stays") };
+    let mut counts = [[0_u64; 3]; 2];
+    for seed in 0..CASES / 4 {
+        let case = case(seed);
+        let (core, text) = (&case.core, &case.text);
+        // The last ticket that pulls a block of x, and of dy.
+        let mut last = [std::collections::BTreeMap::new(), std::collections::BTreeMap::new()];
+        let mut first = last.clone();
+        for ticket in 0..core.tickets(Stream::Comm) {
+            let (grad, block) = match core.task(Stream::Comm, ticket).kind {
+                Kind::Pull { block, .. } => (0, block),
+                Kind::PullGrad { block, .. } => (1, block),
+                _ => break,
+            };
+            last[grad].insert(block, ticket);
+            first[grad].entry(block).or_insert(ticket);
+        }
+        let per_minibatch = case.device.per_minibatch;
+        for grad in [0, 1] {
+            let slot = |block| if grad == 0 { core.kept_row(block) } else { core.ring_row(block) };
+            for (&block, &own) in &first[grad] {
+                for other in 0..case.layout.blocks() {
+                    let answer = stays(&case.device, grad as u32, block, other);
+                    counts[grad][answer as usize] += 1;
+                    if answer == 0 {
+                        continue;
+                    }
+                    match last[grad].get(&other) {
+                        Some(&pulled) if answer == 1 => {
+                            assert!(pulled < own, "block {other} is pulled after {block} of {text}")
+                        }
+                        None if answer == 2 => {
+                            assert!(grad == 0 && other / per_minibatch < case.device.saved)
+                        }
+                        pulled => panic!("{answer} for {other}, pulled {pulled:?}, at {block} of {text}"),
+                    }
+                    // The same minibatch's slots are used again only after its products.
+                    let reused = |b: &u32| *b != other && slot(*b) == slot(other);
+                    let reuse = first[grad].keys().find(|b| reused(b));
+                    assert!(
+                        other / per_minibatch == block / per_minibatch || reuse.is_none(),
+                        "the slot of block {other} is also that of {reuse:?}, at {block} of {text}"
+                    );
+                }
+            }
+        }
+    }
+    println!("pairs of blocks: x gone, pulled before, saved {:?}; dy {:?}", counts[0], counts[1]);
+    assert!(counts[0].iter().all(|&n| n > 0) && counts[1][0] > 0 && counts[1][1] > 0);
+}
+
 #[test]
 fn device_and_host_decode_alike() {
-    let Some(decoder) = Decoder::build() else { return };
+    let Some(decoder) = Decoder::build("alike") else { return };
     // SAFETY: the types are those of the shim.
     let (bytes_of, tickets_of, decode_at, place_of, row_of) = unsafe {
         (
