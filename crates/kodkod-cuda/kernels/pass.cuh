@@ -415,7 +415,7 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
         s.steps[0] = s.steps[1] = program::Step();
         for (u32 i = 0; i < WORKS; i++) {
             ptx::barrier_init(&s.work_full[i], 1);
-            ptx::barrier_init(&s.work_empty[i], 1);
+            ptx::barrier_init(&s.work_empty[i], 2);
             ptx::barrier_init(&s.work_done[i], 256);
         }
         for (u32 i = 0; i < 48; i++) ptx::barrier_init(&s.row_full[i], 1);
@@ -500,6 +500,7 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                 if (!w.more) break;
                 ptx::proxy_fence();
                 Ops::produce(p, s, stages, at, w);
+                ptx::barrier_arrive(&s.work_empty[n % WORKS]);
             }
         } else if (threadIdx.x == 64) {
             for (u32 n = 0;; n++) {
@@ -511,13 +512,14 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
                 ptx::barrier_arrive(&s.work_empty[n % WORKS]);
             }
         }
-        // The warp without work must not take registers back before the consumers have theirs: two of their warps would wait
-        // for them for ever.
+        // No warp here may take registers back before all consumers have theirs, which some would wait for for ever: not the warp
+        // without work, and none of a CTA that gets no tile.
         __syncwarp();
-        ptx::group_sync(1, 128);
+        ptx::group_sync(1, THREADS);
         ptx::registers_grow<168>();
     } else {
         ptx::registers_grow<224>();
+        ptx::group_arrive(1, THREADS);
         gemm::Cursor at;
         float acc[128];
         char* pieces = store + (threadIdx.x / 32 - 4) * 2 * PIECE_BYTES;
@@ -531,6 +533,7 @@ template <typename Ops> __device__ __forceinline__ void run_pass(const PassParam
             else gemm::skip(s.stages, at, w.blocks + w.extra);
             ptx::barrier_arrive(&s.work_done[n % WORKS]);
         }
+        ptx::group_sync(1 + group, 128);
         ptx::registers_shrink<168>();
     }
 

@@ -252,10 +252,16 @@ impl CudaLayer {
                 None if meets => here,
                 None => ranks,
             };
+            let ctas = device.sms() / sharing as u32;
+            if ctas < 2 {
+                let allowed = format!("up to {}, half of its SMs", device.sms() / 2);
+                let what = format!("ranks on GPU {}", device.ordinal());
+                return Err(kodkod_core::Error::invalid(&what, sharing, allowed).into());
+            }
             Ok(Seat {
                 device: device.clone(),
                 ranks: ranks_of(at),
-                ctas: device.sms() / sharing as u32,
+                ctas,
                 count: modules[0].kernel("schedule_count", 0)?,
                 place: modules[0].kernel("schedule_place", 0)?,
                 passes: [
@@ -653,6 +659,11 @@ impl CudaLayer {
             None => Ok([0, 0]),
         };
         self.ranks.iter().map(of_rank).collect()
+    }
+
+    /// CTAs of a rank's passes.
+    pub(crate) fn ctas(&self, rank: usize) -> usize {
+        self.seat(rank).ctas as usize
     }
 
     /// Whether each rank has a seat of its own: they meet before and after a pass.

@@ -1,5 +1,7 @@
 //! What the kernels take: the structs of `params.cuh` and `program.cuh`, filled in.
 
+use std::time::Duration;
+
 use half::bf16;
 use kodkod_core::program::REDUCE_TOKENS;
 use kodkod_core::{Biases, GradientElement, Shape};
@@ -157,6 +159,11 @@ fn weight_maps(p: &mut Parameter, at: [u64; 2], sizes: [[u64; 2]; 2], box_rows: 
     Ok(())
 }
 
+/// As the GPU counts them: 584 years at most.
+fn nanoseconds(limit: Duration) -> u64 {
+    limit.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
 impl CudaLayer {
     /// `PassParams` of a rank.
     pub(crate) fn pass_parameter(&self, pass: usize, rank: usize, call: &Call) -> Result<Parameter> {
@@ -233,9 +240,10 @@ impl CudaLayer {
         }
         let whole = |b: Option<&Buffer<f32>>| b.map_or(0, Buffer::address);
         p.u64(whole(memory.carry.as_ref())).u64(whole(self.reached[0].shared_carry.as_ref()));
-        let comm = [self.knobs.fwd_comm_sms, self.knobs.bwd_comm_sms][pass];
+        // One CTA at least is left for tiles: minibatches wait for their products where the ring is used again.
+        let comm = [self.knobs.fwd_comm_sms, self.knobs.bwd_comm_sms][pass].min(self.ctas(rank) - 1);
         p.u32(self.tokens[rank] as u32).u32(comm as u32).u32(u32::from(call.accumulate));
-        p.u64(self.limit.as_nanos() as u64);
+        p.u64(nanoseconds(self.limit));
         self.of_all(&mut p, |m| m.words.abort.address());
         let hang = self.hang.filter(|h| h.pass == pass && h.rank == rank);
         let [kind, a, b] = hang.map_or([u32::MAX, 0, 0], |h| [h.kind, h.block, h.tile]);
@@ -266,7 +274,7 @@ impl CudaLayer {
         self.of_all(&mut p, |m| m.words.met.address());
         p.u64(words.epoch.address());
         self.of_all(&mut p, |m| m.words.abort.address());
-        p.u64(words.stall.address()).u64(self.limit.as_nanos() as u64);
+        p.u64(words.stall.address()).u64(nanoseconds(self.limit));
         p
     }
 

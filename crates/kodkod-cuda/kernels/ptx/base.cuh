@@ -34,6 +34,9 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 // Threads of one warpgroup meet; ids 1 and up, 0 is __syncthreads'.
 __device__ __forceinline__ void group_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// Counts as one that meets the others, without waiting for them.
+__device__ __forceinline__ void group_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // Orders ordinary accesses before those of the copy engine and the tensor cores, and after.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
