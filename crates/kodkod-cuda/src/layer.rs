@@ -507,6 +507,7 @@ impl CudaLayer {
     /// # Errors
     /// [`kodkod_core::Error::Stalled`] with what each rank waited for, and which ranks had not pushed all their rows.
     pub fn finish(&self) -> Result<()> {
+        self.seats[0].device.make_current()?;
         self.stream.synchronize()?;
         if self.is_process() {
             return Ok(());
@@ -536,8 +537,9 @@ impl CudaLayer {
             }
             reached.words.clear(&memory.stream)?;
         }
-        for stall in &mut stalls {
-            stall.counter += &format!(" ({})", late.join(", "));
+        if !late.is_empty() {
+            let late = format!(" ({})", late.join(", "));
+            stalls.iter_mut().for_each(|stall| stall.counter += &late);
         }
         self.seats[0].device.make_current()?;
         Err(Error::Layer(kodkod_core::Error::Stalled(stalls)))

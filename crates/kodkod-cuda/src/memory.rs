@@ -234,9 +234,14 @@ impl Words {
     /// What this rank waited for when a pass was given up, and how many tiles it had pushed; `None` where none was.
     pub(crate) fn stall(&self, rank: usize, limit: Duration) -> Result<Option<(Stall, u32)>> {
         let s = self.stall.read()?;
+        let kind = KINDS[s[1] as usize % KINDS.len()];
+        let place = match kind {
+            "Enter" | "Leave" => format!("meeting {}, rank {}", s[2], s[3]),
+            _ => format!("block {}, {}", s[2], s[3]),
+        };
         let stall = || Stall {
             rank,
-            task: format!("{} (block {}, {})", KINDS[s[1] as usize % KINDS.len()], s[2], s[3]),
+            task: format!("{kind} ({place})"),
             counter: format!("{}[{}] of rank {rank}", COUNTERS[s[4] as usize % COUNTERS.len()], s[5]),
             seen: s[6],
             expected: s[7],

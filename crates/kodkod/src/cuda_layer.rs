@@ -1,8 +1,8 @@
 //! A layer on GPUs, for rows and weights that the caller has in the host's memory: copied there, computed, copied back.
 //!
 //! A layer keeps its kernels and buffers on the GPU for the token counts that it saw last, and leaves them to the group
-//! when it goes, so a step like the one before allocates nothing. A backward finds what its forward left there; where another forward came between, it runs its own
-//! forward again, which gives the same bits.
+//! when it goes, so a step like the one before allocates nothing. A backward finds what its forward left there; where
+//! another forward came between, it runs its own forward again, which gives the same bits.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -128,8 +128,8 @@ impl OnGpu {
             write_weights(to, &part.of_weights(weights))?;
         }
         let _alone = lock(&PASS);
-        held.layer.forward_on(&held.steps, &held.weights)?;
-        held.layer.finish()?;
+        let launched = held.layer.forward_on(&held.steps, &held.weights);
+        held.finish(launched)?;
         held.call = Some(call);
         Ok(held)
     }
@@ -174,8 +174,8 @@ impl OnGpu {
             rest.iter().try_for_each(|(buffer, host)| buffer.write(host))?;
         }
         let _alone = lock(&PASS);
-        held.layer.backward_on(&held.steps, &held.weights, on_gpu, accumulate)?;
-        held.layer.finish()?;
+        let launched = held.layer.backward_on(&held.steps, &held.weights, on_gpu, accumulate);
+        held.finish(launched)?;
         weights.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
         rest.iter_mut().try_for_each(|(buffer, host)| buffer.read_into(host))?;
         let dx = held.read(dy.len(), self.shape.hidden, |step| &step.dx)?;
@@ -242,6 +242,13 @@ impl Drop for OnGpu {
 }
 
 impl Held {
+    /// Waits for a pass, also where only some ranks were launched: those give up then, and the next pass starts afresh. The
+    /// first error counts.
+    fn finish(&self, launched: kodkod_cuda::Result<()>) -> Result<()> {
+        let finished = self.layer.finish();
+        Ok(launched.and(finished)?)
+    }
+
     /// `len` values of all tokens, `each` a token, from the buffers of all parts.
     fn read<T: Copy + Default>(
         &self,

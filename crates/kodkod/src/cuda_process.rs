@@ -119,23 +119,9 @@ impl CudaProcess {
 
     fn finish(&self) -> Result<()> {
         self.call(|state| {
-            let wait_limit = self.wait_limit;
-            let lost = |state: &State, error: kodkod_cuda::Error| self.lost(state, &error);
-            let start = Instant::now();
-            let mut looked = start;
-            self.device.make_current().map_err(|e| lost(state, e))?;
-            while !state.last.is_done().map_err(|e| lost(state, e))? {
-                if looked.elapsed() >= TICK {
-                    looked = Instant::now();
-                    state.processes.sound()?;
-                }
-                match start.elapsed() < Duration::from_micros(200) {
-                    true => std::hint::spin_loop(),
-                    false => std::thread::sleep(Duration::from_micros(20)),
-                }
-            }
-            let stall = state.memory.as_ref().map(|memory| memory.stall(wait_limit)).transpose();
-            match stall.map_err(|e| lost(state, e))?.flatten() {
+            self.wait(state)?;
+            let stall = state.memory.as_ref().map(|memory| memory.stall(self.wait_limit)).transpose();
+            match stall.map_err(|e| self.lost(state, &e))?.flatten() {
                 // That a rank is dead explains why another waited for it.
                 Some(stall) => state.processes.sound().and(Err(state.processes.stalled(&stall))),
                 None => {
@@ -144,6 +130,24 @@ impl CudaProcess {
                 }
             }
         })
+    }
+
+    /// Waits for the last pass, and looks whether the others live.
+    fn wait(&self, state: &State) -> Result<(), Fault> {
+        let start = Instant::now();
+        let mut looked = start;
+        self.device.make_current().map_err(|e| self.lost(state, &e))?;
+        while !state.last.is_done().map_err(|e| self.lost(state, &e))? {
+            if looked.elapsed() >= TICK {
+                looked = Instant::now();
+                state.processes.sound()?;
+            }
+            match start.elapsed() < Duration::from_micros(200) {
+                true => std::hint::spin_loop(),
+                false => std::thread::sleep(Duration::from_micros(20)),
+            }
+        }
+        Ok(())
     }
 
     /// The driver failed. Where a rank has died, with the memory that this one's kernels reach, that is why.
@@ -388,8 +392,8 @@ impl DeviceRankLayer {
         bytes: usize,
     ) -> Result<(), Fault> {
         let group = &*self.group;
-        let idle = || group.device.make_current().and_then(|()| group.device.synchronize());
-        idle().map_err(|e| group.lost(state, &e))?;
+        group.wait(state)?;
+        group.device.synchronize().map_err(|e| group.lost(state, &e))?;
         let grows = state.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes);
         if grows {
             if let Some(memory) = &mut state.memory {
