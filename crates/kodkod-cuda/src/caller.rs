@@ -4,14 +4,8 @@ use std::ptr;
 
 use cudarc::driver::sys::{self, CUresult};
 
-use crate::error::{Error, Result};
-
-fn check(result: CUresult, what: &str) -> Result<()> {
-    match result {
-        CUresult::CUDA_SUCCESS => Ok(()),
-        other => Err(Error::Driver { what: what.into(), text: format!("{other:?}") }),
-    }
-}
+use crate::driver::check;
+use crate::error::Result;
 
 /// The number of the capture that a stream records into, or `None` where it runs its work. No two captures of a process
 /// have one number.

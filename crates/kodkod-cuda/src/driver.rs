@@ -11,7 +11,7 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::error::{Error, Result};
 
 /// `Ok` where the driver says so, else its own words and what was tried.
-fn check(result: CUresult, what: &str) -> Result<()> {
+pub(crate) fn check(result: CUresult, what: &str) -> Result<()> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
@@ -25,6 +25,9 @@ fn check(result: CUresult, what: &str) -> Result<()> {
     };
     Err(Error::Driver { what: what.into(), text })
 }
+
+/// CUDA 12.8, whose driver has all functions that are called here and in `caller`: `cuEventElapsedTime_v2` came last.
+const LEAST_VERSION: i32 = 12_080;
 
 /// A GPU, on its primary context, current on the thread that calls.
 #[derive(Debug)]
@@ -46,7 +49,7 @@ impl Device {
     /// whoever opened it, and since opening takes long.
     ///
     /// # Errors
-    /// Without a driver, without such a GPU, or with one below sm_90, says so and what works instead.
+    /// Without a driver or with an old one, without such a GPU, or with one that is not sm_90, says so and what works instead.
     pub fn new(ordinal: usize) -> Result<Arc<Self>> {
         static OPEN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -65,9 +68,14 @@ impl Device {
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::NoDriver);
         }
-        let (mut device, mut context, mut count) = (0, ptr::null_mut(), 0);
+        let (mut device, mut context, mut count, mut version) = (0, ptr::null_mut(), 0, 0);
         // SAFETY: the driver is there; every pointer is to a local of the right type.
         unsafe {
+            check(sys::cuDriverGetVersion(&mut version), "ask for the driver's version")?;
+            // A function that the driver lacks would end the process when it is called.
+            if version < LEAST_VERSION {
+                return Err(Error::OldDriver { major: version / 1000, minor: version % 1000 / 10 });
+            }
             check(sys::cuInit(0), "initialise the driver")?;
             check(sys::cuDeviceGetCount(&mut count), "count GPUs")?;
             if ordinal >= count as usize {

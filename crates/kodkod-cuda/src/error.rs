@@ -12,6 +12,17 @@ pub enum Error {
         "no CUDA driver (libcuda.so.1) was found: install NVIDIA's driver, or use the CPU (`--device cpu`)"
     )]
     NoDriver,
+    /// A driver that lacks functions.
+    #[error(
+        "the CUDA driver is for CUDA {major}.{minor}: 12.8 or later is needed (driver R570 or later); update it, or use \
+         the CPU (`--device cpu`)"
+    )]
+    OldDriver {
+        /// Of the latest CUDA version that it supports.
+        major: i32,
+        /// Of the same.
+        minor: i32,
+    },
     /// No such GPU.
     #[error(
         "GPU {ordinal} was asked for, and the driver sees {count}: use a smaller number, or the CPU (`--device cpu`)"
