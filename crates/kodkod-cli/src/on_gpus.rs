@@ -63,10 +63,7 @@ impl<G: GradientElement> OnGpus<G> {
             to.dy.write(part.of_tokens(step.dy.as_deref().unwrap_or(&step.x), h))?;
             to.ids.write(part.of_tokens(routing.ids(), k))?;
             to.topk_weights.write(part.of_tokens(routing.weights(), k))?;
-            let own = part.of_weights(&host);
-            weights.gate.write(own.gate)?;
-            weights.up.write(own.up)?;
-            weights.down.write(own.down)?;
+            weights.write(&part.of_weights(&host))?;
         }
         self.parts[0].device().make_current()
     }

@@ -224,6 +224,9 @@ impl Stream {
     }
 
     /// Writes a buffer's first word, without a kernel: it comes to pass while kernels keep the GPU busy.
+    ///
+    /// # Panics
+    /// Where the buffer is empty.
     pub fn write_word(&self, buffer: &Buffer<u32>, value: u32) -> Result<()> {
         assert!(!buffer.is_empty(), "a word of the buffer");
         // SAFETY: the stream is alive, and the buffer has that word.
@@ -414,6 +417,9 @@ impl<T: Copy> Buffer<T> {
     }
 
     /// Overwrites the first elements; returns when they are there.
+    ///
+    /// # Panics
+    /// Where `host` is longer than the buffer.
     pub fn write(&self, host: &[T]) -> Result<()> {
         assert!(host.len() <= self.len, "a copy beyond the buffer");
         let bytes = size_of_val(host);
@@ -435,6 +441,9 @@ impl<T: Copy> Buffer<T> {
     }
 
     /// The first elements, to `host`; returns when they are here.
+    ///
+    /// # Panics
+    /// Where `host` is longer than the buffer.
     pub fn read_into(&self, host: &mut [T]) -> Result<()> {
         assert!(host.len() <= self.len, "a copy beyond the buffer");
         let bytes = size_of_val(host);

@@ -27,6 +27,9 @@ const MEET_THREADS: u32 = 32;
 const GATHER_THREADS: u32 = 256;
 const GATHER_CTAS: u32 = 64;
 
+/// The most ranks of a layer.
+pub const MOST_RANKS: usize = 8;
+
 /// A layer on one GPU, whose ranks share it, or on several with a rank each, in this process or one of them in this
 /// process: compiled for its shape, its knobs and its number of ranks, with buffers for its tokens.
 #[derive(Debug)]
@@ -154,7 +157,7 @@ impl CudaLayer {
     /// those ranks. `gradients`: what the gradients of gate, up and down are stored in.
     ///
     /// # Errors
-    /// [`Error::Layer`] for a shape or knob that is not allowed, [`Error::NoPeer`] for GPUs that do not reach each other,
+    /// [`Error::Layer`] for a shape, a knob or a number of ranks that is not allowed, [`Error::NoPeer`] for GPUs that do not reach each other,
     /// else the driver's or the compiler's words.
     pub fn new(
         devices: &[Arc<Device>],
@@ -217,8 +220,12 @@ impl CudaLayer {
         gradients: Precision,
         Options { traced, fused, process }: Options,
     ) -> Result<Self> {
-        let sizes = Sizes::new(shape, knobs, tokens_per_rank)?;
         let ranks = tokens_per_rank.len();
+        if ranks > MOST_RANKS {
+            let allowed = format!("1 to {MOST_RANKS} are allowed on GPUs");
+            return Err(kodkod_core::Error::invalid("ranks", ranks, allowed).into());
+        }
+        let sizes = Sizes::new(shape, knobs, tokens_per_rank)?;
         let meets = devices.len() > 1 || process.is_some();
         let [first, ..] = devices else {
             return Err(kodkod_core::Error::invalid("devices", "none", "one GPU is needed").into());

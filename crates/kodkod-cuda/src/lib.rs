@@ -18,7 +18,7 @@ mod tensors;
 pub mod trace;
 
 pub use error::{Error, Result};
-pub use layer::{CudaLayer, Hang, Replay, Stamp};
+pub use layer::{CudaLayer, Hang, MOST_RANKS, Replay, Stamp};
 pub use memory::STAMPS;
 pub use symmetric::SymmetricMemory;
 pub use tensors::{

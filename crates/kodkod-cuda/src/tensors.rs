@@ -22,6 +22,9 @@ pub struct Part {
 
 impl Part {
     /// Those of each of the devices, for [`CudaLayer::new`](crate::CudaLayer::new) with the same.
+    ///
+    /// # Panics
+    /// Without a device, or where several have not a token count each.
     pub fn all(devices: &[Arc<Device>], shape: &Shape, tokens_per_rank: &[usize]) -> Vec<Part> {
         let experts = shape.experts / devices.len();
         let mut first = 0;
@@ -102,6 +105,33 @@ pub struct DeviceWeights {
 }
 
 impl DeviceWeights {
+    /// Overwrites them with others of the same shape.
+    ///
+    /// # Errors
+    /// The driver's words.
+    ///
+    /// # Panics
+    /// Where the host's are longer.
+    pub fn write(&self, w: &Weights<'_, bf16>) -> Result<()> {
+        self.gate.write(w.gate)?;
+        self.up.write(w.up)?;
+        self.down.write(w.down)?;
+        if let (Some(to), Some(from)) = (&self.biases, &w.biases) {
+            to.gate.write(from.gate)?;
+            to.up.write(from.up)?;
+            to.down.write(from.down)?;
+        }
+        if let (Some(to), Some(from)) = (&self.shared, &w.shared) {
+            to.gate.write(from.gate)?;
+            to.up.write(from.up)?;
+            to.down.write(from.down)?;
+            if let (Some(to), Some(from)) = (&to.output_gate, from.output_gate) {
+                to.write(from)?;
+            }
+        }
+        Ok(())
+    }
+
     /// A copy of the host's.
     pub fn from_host(w: &Weights<'_, bf16>) -> Result<Self> {
         let biases = |b: &Biases<&[f32]>| -> Result<_> {

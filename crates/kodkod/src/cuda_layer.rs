@@ -13,10 +13,8 @@ use kodkod_core::{
     Error, GradientElement, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights,
 };
 use kodkod_cuda::driver::{Buffer, Device};
-use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, Part};
+use kodkod_cuda::{CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, MOST_RANKS, Part};
 
-/// Most ranks, on one GPU or several.
-pub(crate) const MOST_RANKS: usize = 8;
 /// Splits of tokens that a layer keeps buffers for; as many are kept of layers that are gone.
 pub(crate) const MOST_HELD: usize = 2;
 
@@ -125,7 +123,7 @@ impl OnGpu {
             step.x.write(part.of_tokens(x, h))?;
             step.ids.write(part.of_tokens(routing.ids(), k))?;
             step.topk_weights.write(part.of_tokens(routing.weights(), k))?;
-            write_weights(to, &part.of_weights(weights))?;
+            to.write(&part.of_weights(weights))?;
         }
         let _alone = lock(&PASS);
         let launched = held.layer.forward_on(&held.steps, &held.weights);
@@ -265,8 +263,8 @@ impl Held {
     }
 }
 
-/// Each part's buffers with what the caller has of them: of the first `split` slices every part has its share, the others are
-/// the first part's.
+/// Each part's buffers with what the caller has of them: of the first `split` slices every part has its share, the others
+/// are the first part's.
 fn pair<'a, 'b, T: Copy>(
     buffers: &[Vec<&'a Buffer<T>>],
     host: Vec<&'b mut [T]>,
@@ -279,24 +277,4 @@ fn pair<'a, 'b, T: Copy>(
             .extend(buffers.iter().zip(slice.chunks_mut(each.max(1))).map(|(part, chunk)| (part[at], chunk)));
     }
     pairs
-}
-
-pub(crate) fn write_weights(on_gpu: &DeviceWeights, w: &Weights<bf16>) -> Result<()> {
-    on_gpu.gate.write(w.gate)?;
-    on_gpu.up.write(w.up)?;
-    on_gpu.down.write(w.down)?;
-    if let (Some(to), Some(from)) = (&on_gpu.biases, &w.biases) {
-        to.gate.write(from.gate)?;
-        to.up.write(from.up)?;
-        to.down.write(from.down)?;
-    }
-    if let (Some(to), Some(from)) = (&on_gpu.shared, &w.shared) {
-        to.gate.write(from.gate)?;
-        to.up.write(from.up)?;
-        to.down.write(from.down)?;
-        if let (Some(to), Some(from)) = (&to.output_gate, from.output_gate) {
-            to.write(from)?;
-        }
-    }
-    Ok(())
 }

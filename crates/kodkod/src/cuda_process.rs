@@ -20,10 +20,11 @@ use kodkod_core::{
 use kodkod_cpu::{Facts, Fault, Processes, facts};
 use kodkod_cuda::driver::{Device, Event, IpcHandle, Stream};
 use kodkod_cuda::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, SymmetricMemory, check_part, new_gradients,
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, MOST_RANKS, SymmetricMemory, check_part,
+    new_gradients,
 };
 
-use crate::cuda_layer::{MOST_HELD, MOST_RANKS, lock, write_weights};
+use crate::cuda_layer::{MOST_HELD, lock};
 use crate::group::{ExpertGroup, Machine};
 
 /// How a group of processes with a GPU each runs.
@@ -653,7 +654,7 @@ impl Host {
             }
         }
         match &self.weights {
-            Some(on_gpu) => write_weights(on_gpu, weights),
+            Some(on_gpu) => Ok(on_gpu.write(weights)?),
             None => {
                 self.weights = Some(DeviceWeights::from_host(weights)?);
                 Ok(())
