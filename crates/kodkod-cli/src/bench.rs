@@ -1,8 +1,9 @@
 //! `kodkod bench`: milliseconds and TFLOP/s of the layer, beside the rate of one dense GEMM in the same run.
 //!
 //! FLOPs: 6 * hidden * intermediate a route in a forward (padding not counted), twice as many in a backward; a dense
-//! GEMM of size N takes 2 N^3. On a GPU everything is there before the clock, the GPU's own, runs: see [`cuda`]. Each repeat times the dense GEMM, the forward and the backward in turn, so that a
-//! machine whose speed drifts slows all of them; medians are reported.
+//! GEMM of size N takes 2 N^3. On a GPU everything is there before the clock, the GPU's own, runs: see [`cuda`]. Each
+//! repeat times the dense GEMM, the forward and the backward in turn, so that a machine whose speed drifts slows all of
+//! them; medians are reported.
 
 mod cuda;
 mod links;

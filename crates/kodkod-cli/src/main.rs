@@ -12,7 +12,10 @@ macro_rules! println {
 /// The same for what is said beside the output: where it cannot be written, nobody is told.
 #[cfg(not(test))]
 macro_rules! eprintln {
-    ($($text:tt)*) => {{ let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($text)*))); }};
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
 }
 
 mod bench;

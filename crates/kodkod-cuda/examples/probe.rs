@@ -627,7 +627,8 @@ fn time<T: GradientElement>(names: &[String]) -> Outcome {
         })?;
         let flops = c.shape.forward_flops(tokens, tokens * k);
         println!(
-            "{name}, gradients {}: schedule {schedule:.3} ms, forward {forward:.3} ms {:.0} TFLOP/s, both {both:.3} ms {:.0} TFLOP/s (setup {:.1} s)",
+            "{name}, gradients {}: schedule {schedule:.3} ms, forward {forward:.3} ms {:.0} TFLOP/s, \
+             both {both:.3} ms {:.0} TFLOP/s (setup {:.1} s)",
             T::PRECISION,
             flops / f64::from(forward) / 1e9,
             3.0 * flops / f64::from(both) / 1e9,

@@ -167,7 +167,8 @@ impl Links {
     /// counts. At the end the bytes are compared with those that were sent.
     ///
     /// # Errors
-    /// [`Error::Link`] where `sms` is 0 or more than there are, `piece` is not one of [`Transfer::pieces`], or a byte did not arrive.
+    /// [`Error::Link`] where `sms` is 0 or more than there are, `piece` is not one of [`Transfer::pieces`], or a byte did
+    /// not arrive.
     pub fn rate(
         &self,
         transfer: Transfer,

@@ -10,9 +10,9 @@ use crate::cuda_process::{RankOnGpu, RankSavedOnGpu};
 use crate::group::{ExpertGroup, Machine};
 use crate::layer::{as_bf16, from_bf16, weights_as_bf16};
 
-/// One rank's part of a layer, in a group of processes ([`ExpertGroup::cpu_processes`], [`ExpertGroup::cuda_ipc`]): it takes this rank's tokens and the
-/// weights of its own experts, and gives their results, with the same bits as a [`MoeLayer`](crate::MoeLayer) over all
-/// tokens and weights. Rank r of R holds experts r E/R to (r + 1) E/R - 1; token counts may differ, and be 0.
+/// One rank's part of a layer, in a group of processes ([`ExpertGroup::cpu_processes`], [`ExpertGroup::cuda_ipc`]): it
+/// takes this rank's tokens and the weights of its own experts, and gives their results, with the same bits as a
+/// [`MoeLayer`](crate::MoeLayer) over all tokens and weights. Rank r of R holds experts r E/R to (r + 1) E/R - 1; token counts may differ, and be 0.
 ///
 /// All ranks make the same calls in the same order, with the same shape, knobs, precision and `accumulate`; one that cannot
 /// tells the others by [`ExpertGroup::refuse`]. Rows and ids are
