@@ -38,7 +38,7 @@ pub(crate) struct Args {
     /// Tokens of each rank [default: 512; 8192 on a GPU]
     #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
     tokens: Vec<usize>,
-    /// Numbers of ranks [default: 1,2,4; 1 on a GPU]
+    /// Numbers of ranks [default: 1,2,4; 1 on a GPU; of several GPUs, one each]
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     ranks: Vec<usize>,
     /// What to report
@@ -147,6 +147,9 @@ const GPU_SHAPES: &str =
 /// Runs it.
 pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
     if args.links {
+        if args.machine.device != Device::default() {
+            bail!("--links --device {}: the GPUs of --links are chosen with --devices", args.machine.device);
+        }
         return links::measure(&args);
     }
     let default = |list: &mut Vec<usize>, values: &[usize]| {
@@ -155,10 +158,11 @@ pub(crate) fn run(mut args: Args) -> anyhow::Result<ExitCode> {
         }
     };
     let on_gpu = args.machine.device != Device::Cpu;
+    let one_each = [args.machine.device.several().unwrap_or(1)];
     let (shapes, tokens, ranks): (_, &[usize], &[usize]) = match (args.memory, on_gpu) {
         (true, _) => ("512x256x8x4", &[256, 512, 1024, 2048], &[2]),
         (false, false) => ("1024x512x32x4,olmoe-1b-7b", &[512], &[1, 2, 4]),
-        (false, true) => (GPU_SHAPES, &[8192], &[1]),
+        (false, true) => (GPU_SHAPES, &[8192], &one_each),
     };
     default(&mut args.tokens, tokens);
     default(&mut args.ranks, ranks);
@@ -220,6 +224,7 @@ impl Args {
             }
         }
         for &ranks in &self.ranks {
+            self.machine.device.note_unused(ranks);
             self.machine.group(ranks)?;
             for named in &self.shape {
                 experts_per_rank(&named.shape, ranks)

@@ -253,6 +253,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.compile_named {
         return kernels::compile_named(&args);
     }
+    if let Some(n) = args.device.several()
+        && ![2, 4].contains(&n)
+    {
+        eprintln!(
+            "note: most rows run with 1, 2 or 4 ranks, which share GPU {} where {n} GPUs are named",
+            args.device.gpus(1)[0]
+        );
+    }
     if on_gpu() {
         // What is missing is said once and at once, not in every row.
         if !args.compile_only {

@@ -4,6 +4,7 @@ use std::fmt;
 use std::fs::{self, File};
 use std::path::Path;
 use std::str::FromStr;
+use std::sync::Once;
 
 use anyhow::{Context, ensure};
 use kodkod::{CpuOptions, ExpertGroup, Isa, Knobs, Precision, Shape};
@@ -51,6 +52,24 @@ pub(crate) enum Device {
 }
 
 impl Device {
+    /// How many GPUs are named, where there are several: the number of ranks that have one each.
+    pub(crate) fn several(&self) -> Option<usize> {
+        match self {
+            Device::Cuda(all) if all.len() > 1 => Some(all.len()),
+            _ => None,
+        }
+    }
+
+    /// Says on stderr, once, which GPUs are named and not used by so many ranks.
+    pub(crate) fn note_unused(&self, ranks: usize) {
+        static NOTE: Once = Once::new();
+        if let Device::Cuda(all) = self
+            && self.gpus(ranks).len() < all.len()
+        {
+            NOTE.call_once(|| eprintln!("{}", unused(all, ranks)));
+        }
+    }
+
     /// Of GPUs, those of a group of ranks: one each where there are as many, else the first, which they share.
     pub(crate) fn gpus(&self, ranks: usize) -> &[usize] {
         match self {
@@ -59,6 +78,16 @@ impl Device {
             Device::Cuda(all) => &all[..1],
         }
     }
+}
+
+fn unused(gpus: &[usize], ranks: usize) -> String {
+    let rest = gpus[1..].iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let shared = match ranks {
+        1 => "1 rank is on".to_owned(),
+        _ => format!("{ranks} ranks share"),
+    };
+    let unused = if gpus.len() == 2 { format!("GPU {rest} is") } else { format!("GPUs {rest} are") };
+    format!("note: {shared} GPU {}; {unused} not used: as many ranks as GPUs have one each", gpus[0])
 }
 
 impl FromStr for Device {
@@ -159,5 +188,24 @@ pub(crate) fn parse_precision(text: &str) -> Result<Precision, String> {
         "bf16" => Ok(Precision::Bf16),
         "f32" => Ok(Precision::F32),
         _ => Err("bf16 and f32 are allowed".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_that_are_not_used_are_named() {
+        assert_eq!(
+            unused(&[0, 1], 4),
+            "note: 4 ranks share GPU 0; GPU 1 is not used: as many ranks as GPUs have one each"
+        );
+        assert_eq!(
+            unused(&[2, 0, 1], 1),
+            "note: 1 rank is on GPU 2; GPUs 0, 1 are not used: as many ranks as GPUs have one each"
+        );
+        let several = |text: &str| text.parse::<Device>().unwrap().several();
+        assert_eq!(["cpu", "cuda", "cuda:3", "cuda:1,0,2"].map(several), [None, None, None, Some(3)]);
     }
 }

@@ -77,6 +77,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 fn replay<T: Element>(args: &Args, step: Step<T>, rows: Dtype) -> anyhow::Result<ExitCode> {
     let tokens_per_rank = split(args, &step)?;
+    args.machine.device.note_unused(tokens_per_rank.len());
     let group = args.machine.group(tokens_per_rank.len())?;
     let knobs = args.machine.knobs(&args.knobs, &step.shape, tokens_per_rank.len());
     let outputs = step.run(&group, knobs, &tokens_per_rank)?;

@@ -42,9 +42,9 @@ pub(crate) struct Args {
     /// Tokens of each rank
     #[arg(long, value_name = "TOKENS", default_value_t = 8192)]
     tokens: usize,
-    /// Ranks, which share the GPU unless --device gives one to each
-    #[arg(long, value_name = "RANKS", default_value_t = 1)]
-    ranks: usize,
+    /// Ranks, which share the GPU unless --device gives one to each [default: as many as GPUs]
+    #[arg(long, value_name = "RANKS")]
+    ranks: Option<usize>,
     /// The GPU, or with as many as ranks one each: cuda, cuda:N or cuda:N,M,...
     #[arg(long, value_name = "DEVICE", default_value = "cuda")]
     device: Device,
@@ -64,6 +64,12 @@ pub(crate) struct Args {
     knobs: KnobOptions,
 }
 
+impl Args {
+    fn ranks(&self) -> usize {
+        self.ranks.or(self.device.several()).unwrap_or(1)
+    }
+}
+
 /// Runs it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.device == Device::Cpu {
@@ -73,18 +79,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         );
     }
     let machine = MachineOptions { device: args.device.clone(), ..MachineOptions::default() };
-    let (shape, knobs) = (&args.shape.shape, machine.knobs(&args.knobs, &args.shape.shape, args.ranks));
+    let (shape, knobs) = (&args.shape.shape, machine.knobs(&args.knobs, &args.shape.shape, args.ranks()));
     knobs.validate()?;
-    experts_per_rank(shape, args.ranks).with_context(|| format!("--ranks, shape {}", args.shape.name))?;
-    let most = Routing::MAX_TOKENS / args.ranks;
+    experts_per_rank(shape, args.ranks()).with_context(|| format!("--ranks, shape {}", args.shape.name))?;
+    let most = Routing::MAX_TOKENS / args.ranks();
     ensure!((1..=most).contains(&args.tokens), "--tokens {}: 1 to {most} are allowed", args.tokens);
-    let split = vec![args.tokens; args.ranks];
+    let split = vec![args.tokens; args.ranks()];
     if args.compile_only {
         return compile(&args, &knobs, &split);
     }
     let svg_path = svg_beside(&args.out)?;
-    machine.group(args.ranks)?; // Says what is wrong with the GPU, or the number of ranks on it.
-    let gpus = on_gpus::open(args.device.gpus(args.ranks))?;
+    args.device.note_unused(args.ranks());
+    machine.group(args.ranks())?; // Says what is wrong with the GPU, or the number of ranks on it.
+    let gpus = on_gpus::open(args.device.gpus(args.ranks()))?;
     let device = &gpus[0];
     let passes = match args.gradients {
         Precision::F32 => passes::<f32>,
@@ -104,7 +111,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.json {
         let object = json!({
             "device": args.device.to_string(), "gpu": device.name(), "sms": device.sms(), "shape": args.shape.name,
-            "ranks": args.ranks, "tokens_per_rank": args.tokens, "gradients": args.gradients.to_string(),
+            "ranks": args.ranks(), "tokens_per_rank": args.tokens, "gradients": args.gradients.to_string(),
             "minibatch_rows": knobs.minibatch_rows, "ring_rows": knobs.ring_rows,
             "saved_rows": (knobs.saved_rows != Knobs::ALL).then_some(knobs.saved_rows),
             "fwd_comm_sms": knobs.fwd_comm_sms, "bwd_comm_sms": knobs.bwd_comm_sms,
@@ -119,7 +126,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             device.name(),
             device.sms(),
             args.shape.name,
-            args.ranks,
+            args.ranks(),
             args.tokens,
             args.gradients
         );
@@ -132,7 +139,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
                 1e2 * pass.idle()
             );
         }
-        if args.ranks > 1 {
+        if args.ranks() > 1 {
             let [pulled, copied] = crossings;
             println!(
                 "rows of other ranks' tokens: {pulled} pulled from them, {copied} copied from one of those"
@@ -151,7 +158,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 fn compile(args: &Args, knobs: &Knobs, split: &[usize]) -> anyhow::Result<ExitCode> {
     let mut defines = CudaLayer::defines(&args.shape.shape, knobs, split, args.gradients)?;
     defines.push(("TRACE", "1".into())); // As in `CudaLayer::traced`.
-    let meets = args.device.gpus(args.ranks).len() > 1;
+    let meets = args.device.gpus(args.ranks()).len() > 1;
     for source in jit::Source::ALL.into_iter().chain(meets.then_some(jit::Source::Meet)) {
         jit::cubin(source, &defines)?;
     }
@@ -196,7 +203,7 @@ fn passes<G: GradientElement>(
         run()?;
         layer.finish()?;
         let mut stamps = layer.stamps()?;
-        if (0..args.ranks).any(|rank| stamps.iter().filter(|s| s.rank == rank).count() >= STAMPS) {
+        if (0..args.ranks()).any(|rank| stamps.iter().filter(|s| s.rank == rank).count() >= STAMPS) {
             eprintln!(
                 "note: only the first {STAMPS} tasks of a rank are in the trace; fewer experts or tokens have fewer"
             );

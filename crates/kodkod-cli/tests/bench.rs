@@ -113,6 +113,7 @@ fn bad_input_is_named_with_what_is_allowed() {
         (&["--links", "--devices", "0,1,2"], "3 GPUs", "two ends"),
         (&["--links", "--devices", "0,x"], "x", "--devices"),
         (&["--links", "--repeat", "0"], "0", "1 to"),
+        (&["--links", "--device", "cuda:1"], "cuda:1", "--devices"),
         (&["--links", "--devices", "999"], "GPUs 999 and 999", "--device cpu"),
     ] {
         let output = bench(args);

@@ -295,6 +295,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     ensure!(every > 0, "--checkpoint-every is 0: at least 1 is needed");
     let knobs = args.machine.knobs(&args.knobs, &config.sizes.moe(), args.ranks);
     knobs.validate().context("the knobs")?;
+    args.machine.device.note_unused(args.ranks);
     let group = args.machine.group(args.ranks)?;
     prepare(&args.out)?;
 
