@@ -13,9 +13,10 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kodkod::cuda::caller::{self, CurrentContext};
 use kodkod::cuda::driver::{Buffer, Device, Event, Stream};
 use kodkod::cuda::jit::{self, Source};
-use kodkod::cuda::{self, CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, caller};
+use kodkod::cuda::{self, CudaLayer, DeviceGradients, DeviceStep, DeviceWeights};
 use kodkod::{
     Biases, Error, GradientElement, Knobs, Precision, Result, Shape, SharedWeights, WeightGradients, bf16,
 };
@@ -108,7 +109,7 @@ impl Drop for Lease {
 }
 
 /// Why there is no slot.
-enum Refused {
+pub(crate) enum Refused {
     /// The GPU's memory is used up; the caller may have some to give back.
     Memory(Error),
     Other(Error),
@@ -225,7 +226,8 @@ impl Call {
         let knobs = config.knobs(Knobs::for_gpu(&shape));
         let inputs = config.inputs(addresses)?;
         let tokens = inputs.0.1 / shape.hidden.max(1);
-        // SAFETY: Python gives the handle of its current stream, which lives as long as the process.
+        // SAFETY: Python gives the handle of the stream that is current there, which its caller holds until the call returns; the
+        // driver keeps what is queued in a stream, also where it is destroyed.
         let (stream, capture) = unsafe { (Stream::borrowed(place.1), caller::capture_of(place.1)?) };
         Ok(Call {
             gpu,
@@ -493,7 +495,7 @@ pub(crate) fn precision(f32: bool) -> Precision {
 }
 
 /// Runs `work` without the interpreter's lock; memory that is used up is a `MemoryError`.
-fn run<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Refused> + Send) -> PyResult<T> {
+pub(crate) fn run<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Refused> + Send) -> PyResult<T> {
     without_lock(py, || match work() {
         Ok(value) => Ok(Ok(value)),
         Err(Refused::Memory(error)) => Ok(Err(error)),
@@ -602,6 +604,7 @@ pub(crate) fn cuda_compile(
 #[pyfunction]
 pub(crate) fn cuda_check(py: Python<'_>) -> PyResult<()> {
     without_lock(py, || {
+        let _current = CurrentContext::keep();
         let gpus: Vec<_> = lock(&GPUS).values().cloned().collect();
         let mut outcome = Ok(());
         for gpu in gpus {
@@ -621,7 +624,7 @@ pub(crate) fn cuda_check(py: Python<'_>) -> PyResult<()> {
 }
 
 /// Of a GPU: slots; those that a forward holds; those that belong to a graph; bytes of all; the most bytes; forwards that
-/// ran again.
+/// ran again. Those of groups of processes are not counted.
 #[pyfunction]
 pub(crate) fn cuda_memory(device: usize) -> (usize, usize, usize, usize, Option<usize>, usize) {
     let Some(gpu) = lock(&GPUS).get(&device).cloned() else { return (0, 0, 0, 0, None, 0) };
@@ -635,6 +638,7 @@ pub(crate) fn cuda_memory(device: usize) -> (usize, usize, usize, usize, Option<
 #[pyfunction]
 pub(crate) fn cuda_limit(py: Python<'_>, device: usize, limit: Option<usize>) -> PyResult<()> {
     without_lock(py, || {
+        let _current = CurrentContext::keep();
         lock(&gpu(device)?.pool).limit = limit;
         Ok(())
     })
@@ -644,6 +648,7 @@ pub(crate) fn cuda_limit(py: Python<'_>, device: usize, limit: Option<usize>) ->
 #[pyfunction]
 pub(crate) fn cuda_trim(py: Python<'_>, device: usize, captured: bool) -> PyResult<()> {
     without_lock(py, || {
+        let _current = CurrentContext::keep();
         gpu_rank::trim(device)?;
         let Some(gpu) = lock(&GPUS).get(&device).cloned() else { return Ok(()) };
         gpu.device.make_current()?;

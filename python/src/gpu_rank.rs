@@ -16,8 +16,7 @@ use kodkod::{
 use pyo3::prelude::*;
 
 use crate::context::{self, Kept};
-use crate::errors::without_lock;
-use crate::gpu::{Place, gradients, lock, precision, step, weights};
+use crate::gpu::{Place, Refused, gradients, lock, precision, run, step, weights};
 use crate::groups::group;
 use crate::memory::Span;
 use crate::pass::{Config, Inputs, Parts};
@@ -68,6 +67,9 @@ impl Call {
         if config.f32() {
             return Err(Error::invalid("precision", "f32", "a GPU computes in bf16"));
         }
+        if place.3 {
+            trim(place.0)?;
+        }
         let shape = config.shape(Some(config.experts().saturating_mul(group.ranks())))?;
         let knobs = config.knobs(Knobs::for_gpus(&shape, group.ranks()));
         let inputs = config.inputs(addresses)?;
@@ -78,8 +80,13 @@ impl Call {
                 (lease.0.clone(), Some(lease))
             }
         };
-        slot.layer.device().make_current()?;
-        // SAFETY: Python gives the handle of its current stream, which lives as long as the process.
+        let device = slot.layer.device();
+        if device.ordinal() != place.0 {
+            let allowed = format!("cuda:{} is needed, where this rank of the group is", device.ordinal());
+            return Err(Error::invalid("device of x", format!("cuda:{}", place.0), allowed));
+        }
+        device.make_current()?;
+        // SAFETY: as in `gpu::Call::new`.
         let (stream, capture) = unsafe { (Stream::borrowed(place.1), caller::capture_of(place.1)?) };
         if capture.is_some() {
             let why = "a CUDA graph is captured: a group of processes, whose ranks wait for each other, cannot be in it";
@@ -124,6 +131,13 @@ impl Call {
     }
 }
 
+/// Where a rank has no memory for a call, all ranks see the driver's words, in their own error or in that rank's. So all of
+/// them make the call again, with what their callers can give back.
+fn refused(error: Error) -> Refused {
+    let memory = error.to_string().ends_with(": out of memory");
+    if memory { Refused::Memory(error) } else { Refused::Other(error) }
+}
+
 fn acquire(number: usize, group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Lease> {
     let mut slots = lock(&SLOTS);
     let fits = |slot: &&Arc<Slot>| slot.group == number && slot.shape == shape && slot.knobs == knobs;
@@ -148,7 +162,7 @@ pub(crate) fn cuda_rank_forward(
     f32_gradients: bool,
 ) -> PyResult<Option<Py<PyAny>>> {
     let group = group(py, config.group())?;
-    let left = without_lock(py, || {
+    let work = || {
         // The layer's errors reach every rank; one before its call would leave them waiting.
         let mut call =
             Call::new(&group, place, config, &inputs, None).map_err(|error| group.refuse(error))?;
@@ -156,7 +170,8 @@ pub(crate) fn cuda_rank_forward(
         let context = unsafe { call.forward(config.rows(y), precision(f32_gradients))? };
         call.done()?;
         Ok(call.lease.take().filter(|_| keep).map(|lease| Left { context, lease }))
-    })?;
+    };
+    let left = run(py, || work().map_err(refused))?;
     left.map(|left| context::capsule(py, Kept::GpuRank(left))).transpose()
 }
 
@@ -177,7 +192,7 @@ pub(crate) fn cuda_rank_backward(
 ) -> PyResult<()> {
     let kept = context::find(context);
     let group = group(py, config.group())?;
-    without_lock(py, || {
+    let work = || {
         let left = match kept.as_deref() {
             Some(Kept::GpuRank(left)) if left.lease.0.group == config.group() => Some(left),
             _ => None,
@@ -198,7 +213,8 @@ pub(crate) fn cuda_rank_backward(
             }
         }
         call.done()
-    })
+    };
+    run(py, || work().map_err(refused))
 }
 
 /// Waits for all passes of groups of processes, and says which failed.

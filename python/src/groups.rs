@@ -7,6 +7,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kodkod::cuda::caller::CurrentContext;
 use kodkod::{CpuOptions, CudaOptions, Error, ExpertGroup, Result};
 use pyo3::prelude::*;
 
@@ -113,6 +114,7 @@ pub(crate) fn group_cuda(
     let group = without_lock(py, || {
         let wait_limit = Duration::try_from_secs_f64(timeout)
             .map_err(|_| Error::invalid("timeout", timeout, "a positive number of seconds is needed"))?;
+        let _current = CurrentContext::keep();
         ExpertGroup::cuda_ipc(rank, ranks, name, device, CudaOptions { wait_limit })
     })?;
     let mut groups = groups(py);
