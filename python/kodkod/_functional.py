@@ -129,10 +129,14 @@ def moe(
     if not torch.compiler.is_compiling():  # a compiler looks at arguments once
         plan, key, weights = _known(x, topk_ids, topk_weights, routed, biases, shared, options)
         if plan is not None and (main_grads := _main_grads(weights)) is not None:
-            if plan.gpu and topk_ids.dtype != torch.int32:
-                topk_ids = topk_ids.to(torch.int32)
-            if topk_weights.dtype != torch.float32:
-                topk_weights = topk_weights.to(torch.float32)
+            try:
+                if plan.gpu and topk_ids.dtype != torch.int32:
+                    topk_ids = topk_ids.to(torch.int32)
+                if topk_weights.dtype != torch.float32:
+                    topk_weights = topk_weights.to(torch.float32)
+            except Exception as error:
+                refuse(group, error)
+                raise
             return _ops.run(plan, x, topk_ids, topk_weights, weights, main_grads)
     try:
         args, out_dtype = _checked(x, topk_ids, topk_weights, routed, biases, shared, options)

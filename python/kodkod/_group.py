@@ -130,11 +130,14 @@ class ExpertGroup:
         return _kodkod.group_info(self._number)[1]
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of symmetric memory that the group, and forwards before their backward, hold now; and the most ever."""
+        """Bytes of symmetric memory that the group, and forwards before their backward, hold now; and the most ever.
+
+        Not counted on GPUs: (0, 0).
+        """
         return _kodkod.group_memory(self._number)
 
     def trim(self) -> None:
-        """Gives memory that waits for reuse back to the system."""
+        """Gives memory that waits for reuse back to the system. On GPUs :func:`kodkod.cuda.trim` does."""
         _kodkod.group_trim(self._number)
 
     def __reduce__(self) -> tuple[object, tuple[int, int] | None]:

@@ -136,7 +136,10 @@ def cuda_check() -> None:
     """Waits for all passes on all GPUs, and raises where one was given up."""
 
 def cuda_memory(device: int) -> tuple[int, int, int, int, int | None, int]:
-    """Slots; those that a forward holds; those of graphs; bytes; the most bytes; forwards that ran again."""
+    """Slots; those that a forward holds; those of graphs; bytes; the most bytes; forwards that ran again.
+
+    Those of groups of processes are not counted.
+    """
 
 def cuda_limit(device: int, limit: int | None) -> None:
     """Sets the most bytes of slots of a GPU."""

@@ -135,16 +135,26 @@ def _scatter(given: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     return tensors
 
 
+def _refuse(group: int, error: Exception) -> None:
+    """The other processes of a group may wait for this one's call: they get the reason as an error."""
+    if group:
+        _kodkod.group_refuse(group, str(error))
+
+
 def _forward(
     plan: Plan, x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], keep: bool, sums: bool
 ) -> tuple[Tensor, Tensor]:
     """``y`` and the context; ``sums``: whether the backward will add to float32."""
-    given = plan.given(weights)
-    if plan.config is None:
-        plan.complete(x, ids, given)
-    tensors = [x, ids, topk_weights, *given]
-    inputs = _lay(tensors, plan.gpu)
-    y = torch.empty_like(tensors[0])
+    try:
+        given = plan.given(weights)
+        if plan.config is None:
+            plan.complete(x, ids, given)
+        tensors = [x, ids, topk_weights, *given]
+        inputs = _lay(tensors, plan.gpu)
+        y = torch.empty_like(tensors[0])
+    except Exception as error:
+        _refuse(plan.group, error)
+        raise
     if plan.gpu:
         capsule = _gpu.forward(plan.group, x, plan.config, inputs, y.data_ptr(), keep, sums)
     else:
@@ -165,23 +175,25 @@ def _backward(
     sums: Sequence[Tensor],
 ) -> list[Tensor]:
     """``[dx, d_topk_weights, gradient of each weight]``; with ``sums``, one a weight in float32, those are added to."""
-    given = plan.given(weights)
-    if plan.config is None:
-        plan.complete(x, ids, given)
-    tensors = [dy, x, ids, topk_weights, *given]
-    at_dy, *inputs = _lay(tensors, plan.gpu)
-    if sums:
-        if len({total.data_ptr() for total in sums}) < len(sums):
-            why = "main_grad of two weights is one tensor: each needs its own"
-            _kodkod.group_refuse(plan.group, why)
-            raise ValueError(why)
-        # A sum begins with what is there, in any storage: so it is gathered first, and not added to later.
-        gradients = list(plan.given(sums))
-        into = _lay(gradients, plan.gpu)
-    else:
-        gradients = list(map(torch.empty_like, tensors[4:]))
-        into = list(map(_address, gradients))
-    dx, d_topk_weights = torch.empty_like(tensors[1]), torch.empty_like(tensors[3])
+    try:
+        given = plan.given(weights)
+        if plan.config is None:
+            plan.complete(x, ids, given)
+        tensors = [dy, x, ids, topk_weights, *given]
+        at_dy, *inputs = _lay(tensors, plan.gpu)
+        if sums:
+            if len({total.data_ptr() for total in sums}) < len(sums):
+                raise ValueError("main_grad of two weights is one tensor: each needs its own")
+            # A sum begins with what is there, in any storage: so it is gathered first, and not added to later.
+            gradients = list(plan.given(sums))
+            into = _lay(gradients, plan.gpu)
+        else:
+            gradients = list(map(torch.empty_like, tensors[4:]))
+            into = list(map(_address, gradients))
+        dx, d_topk_weights = torch.empty_like(tensors[1]), torch.empty_like(tensors[3])
+    except Exception as error:
+        _refuse(plan.group, error)
+        raise
     arguments = (
         plan.config,
         inputs,
@@ -204,7 +216,17 @@ def _backward(
     return [dx, d_topk_weights] if sums else [dx, d_topk_weights, *results]
 
 
-def _check_operator(x, ids, topk_weights, weights, parts, dy=None, sums=None) -> None:
+def _checked_operator(group, x, ids, topk_weights, weights, parts, dy=None, sums=None) -> Tensor:
+    """The ids, in a type that the compiled module takes where ``x`` is, of a call that is checked."""
+    try:
+        _check_operator(x, ids, topk_weights, weights, parts, dy, sums)
+        return ids.to(torch.int32) if ids.is_cuda else ids
+    except Exception as error:
+        _refuse(group, error)
+        raise
+
+
+def _check_operator(x, ids, topk_weights, weights, parts, dy, sums) -> None:
     """What Python's layer has checked, for who calls an operator directly: the compiled module believes addresses."""
     if len(parts) != PLACES or min(parts) < 0 or sum(parts) != len(weights) or not (parts[0] and parts[2]):
         raise ValueError(f"parts is {list(parts)}: {PLACES} counts are needed, in all those of {len(weights)} weights")
@@ -272,17 +294,21 @@ class _Moe(torch.autograd.Function):
     def backward(ctx, dy, *_):
         x, ids, topk_weights, context, *weights = ctx.saved_tensors
         plan, main_grads = ctx.plan, ctx.main_grads
-        if dy is None:
-            if _kodkod.group_rank(plan.group) is None:
-                return (None,) * (6 + len(weights))
-            dy = torch.zeros_like(x)  # the other processes' rows may have a gradient here
+        if dy is None and _kodkod.group_rank(plan.group) is None:
+            return (None,) * (6 + len(weights))
         # Where one weight has a main_grad all are summed in float32, and those without are rounded here.
         sums: list[Tensor] = []
-        if main_grads:
-            sums = [
-                main_grads[i] if i in main_grads else torch.zeros_like(w, dtype=torch.float32)
-                for i, w in enumerate(weights)
-            ]
+        try:
+            if dy is None:
+                dy = torch.zeros_like(x)  # the other processes' rows may have a gradient here
+            if main_grads:
+                sums = [
+                    main_grads[i] if i in main_grads else torch.zeros_like(w, dtype=torch.float32)
+                    for i, w in enumerate(weights)
+                ]
+        except Exception as error:
+            _refuse(plan.group, error)
+            raise
         if not _through_operators(dy):
             args = (plan, dy, context, x, ids, topk_weights, weights, sums)
             second = torch.is_grad_enabled()  # somebody wants a derivative of this
@@ -343,9 +369,9 @@ def run(
 
 def _moe_kernel(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *options_and_keep):
     *options, keep = options_and_keep
-    _check_operator(x, ids, topk_weights, weights, parts)
+    ids = _checked_operator(options[3], x, ids, topk_weights, weights, parts)
     plan = Plan(parts, options, x.is_cuda)
-    return _forward(plan, x, _narrow(ids), topk_weights, weights, keep, len(main_grads) > 0)
+    return _forward(plan, x, ids, topk_weights, weights, keep, len(main_grads) > 0)
 
 
 def _moe_fake(x, ids, topk_weights, weights, parts, main_grads, main_grad_of, *options_and_keep):
@@ -363,20 +389,15 @@ def _moe_autograd(x, ids, topk_weights, weights, parts, main_grads, main_grad_of
 
 
 def _backward_kernel(dy, context, x, ids, topk_weights, weights, parts, *options):
-    _check_operator(x, ids, topk_weights, weights, parts, dy)
+    ids = _checked_operator(options[3], x, ids, topk_weights, weights, parts, dy)
     plan = Plan(parts, options, x.is_cuda)
-    return _backward(plan, dy, context, x, _narrow(ids), topk_weights, weights, [])
+    return _backward(plan, dy, context, x, ids, topk_weights, weights, [])
 
 
 def _backward_into_kernel(dy, context, x, ids, topk_weights, weights, parts, sums, *options):
-    _check_operator(x, ids, topk_weights, weights, parts, dy, sums)
+    ids = _checked_operator(options[3], x, ids, topk_weights, weights, parts, dy, sums)
     plan = Plan(parts, options, x.is_cuda)
-    return tuple(_backward(plan, dy, context, x, _narrow(ids), topk_weights, weights, sums))
-
-
-def _narrow(ids: Tensor) -> Tensor:
-    """A GPU takes int32."""
-    return ids.to(torch.int32) if ids.is_cuda else ids
+    return tuple(_backward(plan, dy, context, x, ids, topk_weights, weights, sums))
 
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:

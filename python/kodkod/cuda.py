@@ -53,7 +53,10 @@ def set_checks(enabled: bool) -> None:
 
 
 def memory(device: torch.device | str | int | None = None) -> Memory:
-    """What kodkod holds on a GPU; by default the current one."""
+    """What kodkod holds on a GPU; by default the current one.
+
+    Slots of groups of processes are not counted: ``torch.cuda.mem_get_info`` has all that is used.
+    """
     return Memory(*_kodkod.cuda_memory(_ordinal(device)))
 
 

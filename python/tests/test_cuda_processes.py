@@ -158,7 +158,10 @@ def rank_refused(rank: int, folder: Path) -> None:
     limit.limit = 1.0 + rank
     refused(Exception, "limit", lambda: limit.kodkod(group=group))
     bits_equal(want, gradients(good, good.kodkod(group=group), upstream(tokens_of(rank))))
+    current = torch.cuda.current_device()
     kodkod.cuda.check()
+    kodkod.cuda.trim(group.device)
+    assert torch.cuda.current_device() == current
 
 
 def cpu_call(step: Step, group: kodkod.ExpertGroup) -> None:

@@ -6,6 +6,7 @@ imported; with ``torchrun`` in their place it is tested through ``examples/train
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -309,6 +310,36 @@ def rank_refused(rank: int, ranks: int) -> None:
     y = part.kodkod(group=group)
     with pytest.raises(ValueError, match="main_grad of two weights is one tensor"):
         y.sum().backward()
+
+    # No memory for results, in a forward and in a backward.
+    part = own(step, rank, ranks, at).to(torch.float32)
+    with without_memory(rank == 1), pytest.raises((ValueError, torch.OutOfMemoryError), match="no memory") as error:
+        part.kodkod(group=group)
+    print(f"a forward: {type(error.value).__name__}: {error.value}")
+    y = part.kodkod(group=group)
+    with without_memory(rank == 1), pytest.raises((ValueError, torch.OutOfMemoryError), match="no memory") as error:
+        y.sum().backward()
+    print(f"a backward: {type(error.value).__name__}: {error.value}")
+
+    # An operator that is called directly.
+    call = [part.x, part.ids, part.topk_weights.double() if rank == 1 else part.topk_weights, part.weights]
+    options = ("swiglu", None, 1.0, group._number, [-1] * 5)
+    with torch.no_grad(), pytest.raises((TypeError, ValueError), match="topk_weights is torch") as error:
+        torch.ops.kodkod.moe(*call, [1, 1, 1, *[0] * 7], [], [], *options, False)
+    print(f"an operator: {type(error.value).__name__}: {error.value}")
+    want, got = want_and_got(step, torch.float32, group, at)
+    bits_equal(got, want)
+
+
+@contextlib.contextmanager
+def without_memory(here: bool):
+    def empty_like(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr(torch, "empty_like", empty_like)
+        yield
 
 
 def test_bad_input_is_an_error_on_every_rank(tmp_path):

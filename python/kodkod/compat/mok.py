@@ -56,9 +56,9 @@ class MoKConfig:
     """How the work is cut into pieces. No field changes a bit of a result."""
 
     fwd_num_comm_sms: int = 40
-    """``Knobs.fwd_comm_sms``, 1 to 1024."""
+    """``Knobs.fwd_comm_sms``, 1 to 1024; a GPU keeps at least one SM of a rank for tiles."""
     bwd_num_comm_sms: int = 28
-    """``Knobs.bwd_comm_sms``, 1 to 1024."""
+    """``Knobs.bwd_comm_sms``, likewise."""
     minibatch_size: int = 4096
     """``Knobs.minibatch_rows``: a multiple of 128."""
     macrobatch_size: int = 131072
