@@ -9,7 +9,7 @@
 //! ```
 
 use std::any::Any;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use half::bf16;
@@ -180,6 +180,12 @@ impl Drop for CudaProcess {
     fn drop(&mut self) {
         // The others need this rank until its passes have ended. What went wrong, a call has told or nobody asks.
         let _ = self.finish();
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(memory) = &mut state.memory {
+            // Nobody's memory is freed while another has it mapped, unless that one takes too long.
+            memory.unmap();
+            state.processes.leave(GRACE);
+        }
     }
 }
 

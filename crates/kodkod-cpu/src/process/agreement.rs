@@ -199,6 +199,12 @@ impl Processes {
         Ok(self.link.pass_sound()?)
     }
 
+    /// This rank makes no more calls: says so, and waits until all others have said the same or died, but no longer than
+    /// `limit`. For what may be given back only when nobody uses it any more.
+    pub fn leave(&self, limit: Duration) {
+        self.link.leave(limit);
+    }
+
     /// Breaks the group, and gives the first reason that any rank had.
     pub fn fail(&self, why: &str) -> Fault {
         self.link.fail(why).into()

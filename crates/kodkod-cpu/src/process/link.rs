@@ -454,6 +454,28 @@ impl Link {
         TICK.min(self.limit / 8)
     }
 
+    /// Says that this rank has left, and waits until all others have, or died, but no longer than `limit`. No failure.
+    pub(super) fn leave(&self, limit: Duration) {
+        if !self.is_own_process() {
+            return;
+        }
+        let me = self.control.words(self.rank);
+        self.say_left();
+        let end = Instant::now() + limit;
+        loop {
+            let bell = me.bell.load(Ordering::Acquire);
+            if Instant::now() >= end || self.others().all(|rank| self.gone(rank).is_some()) {
+                return;
+            }
+            os::wait(&me.bell, bell, self.tick());
+        }
+    }
+
+    fn say_left(&self) {
+        self.control.words(self.rank).left.store(1, Ordering::Release);
+        self.others().for_each(|rank| self.control.ring(rank));
+    }
+
     /// Whether this is the process that joined, and not a fork of it.
     pub(super) fn is_own_process(&self) -> bool {
         std::process::id() == self.pid
@@ -463,8 +485,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         if self.is_own_process() {
-            self.control.words(self.rank).left.store(1, Ordering::Release);
-            self.others().for_each(|rank| self.control.ring(rank));
+            self.say_left();
         }
     }
 }
