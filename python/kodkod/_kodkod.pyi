@@ -126,12 +126,6 @@ def cuda_rank_backward(
 ) -> None:
     """As :func:`cuda_backward`, in a group of processes with a GPU each."""
 
-def cuda_compile(config: Config, ranks: int, f32_gradients: bool) -> None:
-    """Compiles what passes of ``config`` need, in ``ranks`` processes with a GPU each, or one, and keeps it on disk.
-
-    No GPU is needed.
-    """
-
 def cuda_check() -> None:
     """Waits for all passes on all GPUs, and raises where one was given up."""
 

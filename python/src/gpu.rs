@@ -15,7 +15,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kodkod::cuda::caller::{self, CurrentContext};
 use kodkod::cuda::driver::{Buffer, Device, Event, Stream};
-use kodkod::cuda::jit::{self, Source};
 use kodkod::cuda::{self, CudaLayer, DeviceGradients, DeviceStep, DeviceWeights};
 use kodkod::{
     Biases, Error, GradientElement, Knobs, Precision, Result, Shape, SharedWeights, WeightGradients, bf16,
@@ -575,28 +574,6 @@ pub(crate) fn cuda_backward(
         // SAFETY: as above; `dx` holds `y` until the backward writes it.
         unsafe { call.forward(&lease, &mut work, dx)? };
         Ok(backward(&mut work)?)
-    })
-}
-
-/// Compiles what passes of `config` need, in `ranks` processes with a GPU each, or one, and keeps it on disk. No GPU is
-/// needed.
-#[pyfunction]
-pub(crate) fn cuda_compile(
-    py: Python<'_>,
-    config: &Config,
-    ranks: usize,
-    f32_gradients: bool,
-) -> PyResult<()> {
-    without_lock(py, || {
-        let shape = config.shape(Some(config.experts().saturating_mul(ranks)))?;
-        let knobs = config.knobs(Knobs::for_gpus(&shape, ranks));
-        let mut defines = CudaLayer::defines(&shape, &knobs, &vec![0; ranks], precision(f32_gradients))?;
-        if config.fused().is_some() {
-            defines.push(("GATE_ROWS", (2 * shape.intermediate).to_string()));
-        }
-        let mut files = Source::ALL.into_iter().chain((ranks > 1).then_some(Source::Meet));
-        files.try_for_each(|file| jit::cubin(file, &defines).map(drop))?;
-        Ok(())
     })
 }
 

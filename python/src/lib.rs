@@ -25,9 +25,7 @@ mod _kodkod {
     #[pymodule_export]
     use super::errors::StalledError;
     #[pymodule_export]
-    use super::gpu::{
-        cuda_backward, cuda_check, cuda_compile, cuda_forward, cuda_limit, cuda_memory, cuda_trim,
-    };
+    use super::gpu::{cuda_backward, cuda_check, cuda_forward, cuda_limit, cuda_memory, cuda_trim};
     #[pymodule_export]
     use super::gpu_rank::{cuda_rank_backward, cuda_rank_forward};
     #[pymodule_export]

@@ -89,7 +89,7 @@ struct Options {
     process: Option<Process>,
 }
 
-/// Passes recorded by [`CudaLayer::capture`].
+/// Passes recorded by [`CudaLayer::capture_on`].
 #[derive(Debug)]
 pub struct Replay<'a> {
     graph: Graph,
@@ -157,8 +157,8 @@ impl CudaLayer {
     /// those ranks. `gradients`: what the gradients of gate, up and down are stored in.
     ///
     /// # Errors
-    /// [`Error::Layer`] for a shape, a knob or a number of ranks that is not allowed, [`Error::NoPeer`] for GPUs that do not reach each other,
-    /// else the driver's or the compiler's words.
+    /// [`Error::Layer`] for a shape, a knob or a number of ranks that is not allowed, [`Error::NoPeer`] for GPUs that do not
+    /// reach each other, else the driver's or the compiler's words.
     pub fn new(
         devices: &[Arc<Device>],
         shape: &Shape,
@@ -349,12 +349,7 @@ impl CudaLayer {
         Ok(Sizes::new(shape, knobs, tokens_per_rank)?.defines(shape, gradients))
     }
 
-    /// Builds the schedule: what every forward starts with.
-    pub fn schedule(&self, step: &DeviceStep) -> Result<()> {
-        self.schedule_on(from_ref(step))
-    }
-
-    /// The same for ranks with a GPU each.
+    /// Builds the schedule: what every forward starts with. One step a GPU.
     pub fn schedule_on(&self, steps: &[DeviceStep]) -> Result<()> {
         self.check_whole()?;
         let steps = self.steps_at(steps);
@@ -562,17 +557,8 @@ impl CudaLayer {
         self.hang = hang;
     }
 
-    /// Records a forward, and a backward where there are gradients, to run many times with what the step's buffers then hold.
-    pub fn capture<'a, T: GradientElement>(
-        &'a self,
-        step: &'a DeviceStep,
-        weights: &'a DeviceWeights,
-        gradients: Option<&'a DeviceGradients<T>>,
-    ) -> Result<Replay<'a>> {
-        self.capture_on(from_ref(step), from_ref(weights), gradients.map(from_ref))
-    }
-
-    /// The same for ranks with a GPU each.
+    /// Records a forward, and a backward where there are gradients, to run many times with what the steps' buffers then hold.
+    /// One of each a GPU.
     pub fn capture_on<'a, T: GradientElement>(
         &'a self,
         steps: &'a [DeviceStep],
