@@ -1,4 +1,5 @@
-//! Memory that ranks which are processes reach of each other: one allocation a rank, mapped into all by CUDA IPC.
+//! Memory that ranks which are processes reach of each other: one allocation a rank, mapped into all, by CUDA IPC or in a way of
+//! the caller's.
 //!
 //! ```text
 //! words   what outlasts a pass: who has met, who has given up
@@ -8,25 +9,136 @@
 //! Layers of a group use it one after the other. How much one needs follows from its shape and all ranks' token counts, so
 //! every rank knows without being told.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kodkod_core::{Knobs, Precision, Shape, Stall};
 
 use crate::driver::{Buffer, Device, IpcHandle, Mapped, Stream};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::{Reached, Room, Sizes, Words};
+
+/// Where the memory comes from that ranks which are processes reach of each other.
+pub trait PeerMemory: Debug + Send + Sync {
+    /// In a few words, the same on all ranks of a group: `CUDA IPC`.
+    fn name(&self) -> &str;
+
+    /// `bytes` for this rank, which the others do not reach yet. All ranks ask for as many, and each of them may fail.
+    ///
+    /// # Errors
+    /// Why there are none. [`Error::Driver`] whose text is `out of memory` where memory that is given back would help.
+    fn allocate(&self, device: &Arc<Device>, bytes: usize) -> Result<Box<dyn PeerAllocation>>;
+}
+
+/// One rank's memory, freed when it is dropped.
+///
+/// # Safety
+/// From [`PeerAllocation::address`] on there are the bytes that were asked for, on the device that they were asked for, and
+/// from each address of [`PeerAllocation::map`] on those of that rank, as this rank's GPU reaches them: until
+/// [`PeerAllocation::unmap`], or this is dropped. Kernels may read and write all of them, and so may atomic operations on another GPU.
+pub unsafe trait PeerAllocation: Debug + Send {
+    /// The GPU's address of the first byte, a multiple of 128.
+    fn address(&self) -> u64;
+
+    /// What the other ranks' `map` needs of this one, without tabs and newlines.
+    ///
+    /// # Errors
+    /// Why the memory cannot be shared.
+    fn export(&self) -> Result<String>;
+
+    /// Makes the others' memory reachable, by what each rank exports, this one too, and gives each rank's address. All ranks
+    /// call it together, each for an allocation of the same size.
+    ///
+    /// # Errors
+    /// The rank whose memory is out of reach, where one is to blame, and why.
+    fn map(&mut self, rank: usize, exported: &[String]) -> Result<Vec<u64>, (Option<usize>, Error)>;
+
+    /// The others may free theirs.
+    fn unmap(&mut self);
+}
+
+/// A plain allocation of the driver, which CUDA IPC maps into other processes of the host.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CudaIpc;
+
+#[derive(Debug)]
+struct IpcAllocation {
+    /// Closed before the own allocation is freed.
+    others: Vec<Mapped>,
+    own: Buffer<u8>,
+    device: Arc<Device>,
+}
+
+impl PeerMemory for CudaIpc {
+    fn name(&self) -> &str {
+        "CUDA IPC"
+    }
+
+    fn allocate(&self, device: &Arc<Device>, bytes: usize) -> Result<Box<dyn PeerAllocation>> {
+        device.make_current()?;
+        Ok(Box::new(IpcAllocation { others: vec![], own: Buffer::new(bytes)?, device: device.clone() }))
+    }
+}
+
+// SAFETY: the driver's own allocations, which its words say are mapped.
+unsafe impl PeerAllocation for IpcAllocation {
+    fn address(&self) -> u64 {
+        self.own.address()
+    }
+
+    fn export(&self) -> Result<String> {
+        self.device.make_current()?;
+        let (handle, offset) = self.own.export()?;
+        Ok(text(&handle, offset))
+    }
+
+    fn map(&mut self, rank: usize, exported: &[String]) -> Result<Vec<u64>, (Option<usize>, Error)> {
+        self.device.make_current().map_err(|e| (None, e))?;
+        let mut addresses = Vec::new();
+        for (other, exported) in exported.iter().enumerate() {
+            if other == rank {
+                addresses.push(self.own.address());
+                continue;
+            }
+            let no_handle =
+                || Error::from(kodkod_core::Error::Internal(format!("{exported:?} is no handle")));
+            let (handle, offset) = parse(exported).ok_or_else(|| (Some(other), no_handle()))?;
+            let mapped = Mapped::open(&handle).map_err(|e| (Some(other), e))?;
+            addresses.push(mapped.address() + offset);
+            self.others.push(mapped);
+        }
+        Ok(addresses)
+    }
+
+    fn unmap(&mut self) {
+        self.others.clear();
+    }
+}
+
+fn text(IpcHandle(handle): &IpcHandle, offset: u64) -> String {
+    let handle: String = handle.iter().map(|b| format!("{b:02x}")).collect();
+    format!("{handle} {offset}")
+}
+
+fn parse(text: &str) -> Option<(IpcHandle, u64)> {
+    let (handle, offset) = text.split_once(' ')?;
+    let mut bytes = [0; 64];
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(handle.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some((IpcHandle(bytes), offset.parse().ok()?))
+}
 
 /// A rank's own, and what it has mapped of the others'.
 #[derive(Debug)]
 pub struct SymmetricMemory {
     rank: usize,
     words: Words,
-    /// Closed before the own allocation is freed.
-    others: Vec<Mapped>,
     /// Of each rank, once all are mapped.
     addresses: Vec<u64>,
-    own: Buffer<u8>,
+    own: Box<dyn PeerAllocation>,
+    bytes: usize,
     /// For what must happen while kernels run.
     stream: Stream,
     device: Arc<Device>,
@@ -34,6 +146,8 @@ pub struct SymmetricMemory {
 
 /// The driver cuts smaller allocations from one of this size, and exports that as a whole.
 const LEAST: usize = 2 << 20;
+/// What addresses are a multiple of: a line of the L2 cache.
+const ALIGNMENT: u64 = 128;
 
 impl SymmetricMemory {
     /// How many bytes a layer needs of each rank.
@@ -59,13 +173,22 @@ impl SymmetricMemory {
     }
 
     /// Allocates the memory of `rank` of `ranks`; the others' are not mapped yet.
-    pub fn new(device: &Arc<Device>, rank: usize, ranks: usize, bytes: usize) -> Result<Self> {
+    pub fn new(
+        memory: &dyn PeerMemory,
+        device: &Arc<Device>,
+        rank: usize,
+        ranks: usize,
+        bytes: usize,
+    ) -> Result<Self> {
+        let own = memory.allocate(device, bytes)?;
+        check_own(own.address())?;
+        // The caller's code may have made another context current, and may fill the memory in a stream of its own.
         device.make_current()?;
-        let (own, stream) = (Buffer::new(bytes)?, Stream::new()?);
+        device.synchronize()?;
         let words = Words::new(&mut Room::Within { base: own.address(), used: 0 }, ranks)?;
+        let stream = Stream::new()?;
         words.clear(&stream)?;
-        let device = device.clone();
-        Ok(SymmetricMemory { rank, words, others: vec![], addresses: vec![], own, stream, device })
+        Ok(SymmetricMemory { rank, words, addresses: vec![], own, bytes, stream, device: device.clone() })
     }
 
     /// The rank.
@@ -75,39 +198,34 @@ impl SymmetricMemory {
 
     /// Its bytes.
     pub fn bytes(&self) -> usize {
-        self.own.len()
+        self.bytes
     }
 
     /// What another process needs to map it.
-    pub fn export(&self) -> Result<(IpcHandle, u64)> {
-        self.device.make_current()?;
+    ///
+    /// # Errors
+    /// As for [`PeerAllocation::export`].
+    pub fn export(&self) -> Result<String> {
         self.own.export()
     }
 
-    /// Maps the others' memory, by what each rank exports; that of this rank is not used.
+    /// Maps the others' memory, by what each rank exports. All ranks call it together.
     ///
     /// # Errors
-    /// The rank, with the driver's words.
-    pub fn map(&mut self, exported: &[(IpcHandle, u64)]) -> Result<(), (usize, crate::Error)> {
-        let mut addresses = Vec::new();
-        self.device.make_current().map_err(|e| (self.rank, e))?;
-        for (rank, (handle, offset)) in exported.iter().enumerate() {
-            if rank == self.rank {
-                addresses.push(self.own.address());
-                continue;
-            }
-            let mapped = Mapped::open(handle).map_err(|e| (rank, e))?;
-            addresses.push(mapped.address() + offset);
-            self.others.push(mapped);
-        }
+    /// As for [`PeerAllocation::map`].
+    pub fn map(&mut self, exported: &[String]) -> Result<(), (Option<usize>, Error)> {
+        let addresses = self.own.map(self.rank, exported)?;
+        check_all(&addresses, self.rank, exported.len(), self.own.address()).map_err(|e| (None, e))?;
+        self.device.make_current().map_err(|e| (None, e))?;
         self.addresses = addresses;
         Ok(())
     }
 
-    /// Closes what is mapped of the others', which they may free then. All passes must have ended.
-    pub fn unmap(&mut self) {
-        self.addresses.clear();
-        self.others.clear();
+    /// Closes what is mapped of the others', which they may free then, and leaves what is freed when it is dropped, once the
+    /// others have closed it. All passes must have ended.
+    pub fn unmap(mut self) -> Box<dyn PeerAllocation> {
+        self.own.unmap();
+        self.own
     }
 
     /// Makes this rank's kernels that wait give up, within microseconds.
@@ -138,8 +256,8 @@ impl SymmetricMemory {
             let mut room = Room::Within { base, used: 0 };
             let reached = Reached::new(&mut room, shape, sizes, tokens, rank, gradients, true)?;
             match room {
-                Room::Within { used, .. } if used > self.own.len() => {
-                    let why = format!("{used} bytes of symmetric memory, and there are {}", self.own.len());
+                Room::Within { used, .. } if used > self.bytes => {
+                    let why = format!("{used} bytes of symmetric memory, and there are {}", self.bytes);
                     Err(kodkod_core::Error::Internal(why).into())
                 }
                 _ => Ok(reached),
@@ -149,11 +267,54 @@ impl SymmetricMemory {
     }
 }
 
+fn check_own(address: u64) -> Result<()> {
+    match address.is_multiple_of(ALIGNMENT) && address > 0 {
+        true => Ok(()),
+        false => {
+            let why = format!("symmetric memory at {address:#x}: a multiple of {ALIGNMENT} is needed");
+            Err(kodkod_core::Error::Internal(why).into())
+        }
+    }
+}
+
+/// What a map of `ranks` ranks gave.
+fn check_all(addresses: &[u64], rank: usize, ranks: usize, own: u64) -> Result<()> {
+    if addresses.len() != ranks || addresses[rank] != own {
+        let why =
+            format!("symmetric memory of {ranks} ranks, rank {rank} at {own:#x}, mapped at {addresses:x?}");
+        return Err(kodkod_core::Error::Internal(why).into());
+    }
+    addresses.iter().try_for_each(|&address| check_own(address))
+}
+
 #[cfg(test)]
 mod tests {
     use kodkod_core::Shared;
 
     use super::*;
+
+    #[test]
+    fn handles_come_back_from_their_text() {
+        let handle = IpcHandle(std::array::from_fn(|at| (at * 37) as u8));
+        let text = text(&handle, 4096);
+        assert_eq!(parse(&text), Some((handle, 4096)));
+        for wrong in ["", "00 1", &text[..40], &text.replace(' ', ""), &text.replacen("00", "0g", 1)] {
+            assert_eq!(parse(wrong), None, "{wrong}");
+        }
+    }
+
+    /// What a caller's memory may not say.
+    #[test]
+    fn addresses_that_cannot_be_are_refused() {
+        let (own, other) = (7 << 20, 9 << 20);
+        assert!(check_all(&[other, own], 1, 2, own).is_ok());
+        let wrong: [&[u64]; 5] = [&[], &[own], &[own, other], &[0, own], &[other + 64, own]];
+        for addresses in wrong {
+            let error = check_all(addresses, 1, 2, own).unwrap_err();
+            println!("{error}");
+            assert!(error.to_string().contains("symmetric memory"), "{addresses:x?}: {error}");
+        }
+    }
 
     /// What lies where: apart, aligned, within the bytes that are asked for, and the words first.
     #[test]

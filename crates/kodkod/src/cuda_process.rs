@@ -1,5 +1,6 @@
 //! Ranks that are processes with a GPU each. On the host they meet, agree and fail together in a shared file, as the CPU's do
-//! (`kodkod_cpu::Processes`); on the GPUs their kernels reach each other's memory, which CUDA IPC maps.
+//! (`kodkod_cpu::Processes`); on the GPUs their kernels reach each other's memory, which CUDA IPC maps, or the caller's code
+//! (`PeerMemory`).
 //!
 //! ```text
 //! agree      each rank says what its call is, and which buffers it has; all see the same
@@ -18,10 +19,10 @@ use kodkod_core::{
     Error, GradientElement, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights,
 };
 use kodkod_cpu::{Facts, Fault, Processes, facts};
-use kodkod_cuda::driver::{Device, Event, IpcHandle, Stream};
+use kodkod_cuda::driver::{Device, Event, Stream};
 use kodkod_cuda::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, MOST_RANKS, SymmetricMemory, check_part,
-    new_gradients,
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, MOST_RANKS, PeerMemory, SymmetricMemory,
+    check_part, new_gradients,
 };
 
 use crate::cuda_layer::{MOST_HELD, lock};
@@ -44,6 +45,8 @@ impl Default for CudaOptions {
 const TICK: Duration = Duration::from_millis(20);
 /// How long a process may take to die, or kernels to notice that they are to give up.
 const GRACE: Duration = Duration::from_secs(3);
+/// When the ranks meet that have mapped each other's memory.
+const MAPPING: &str = "the mapping of symmetric memory";
 /// Symmetric memory grows by so many bytes.
 const STEP: usize = 32 << 20;
 
@@ -56,6 +59,8 @@ pub(crate) struct CudaProcess {
     sharing: usize,
     wait_limit: Duration,
     pub(crate) device: Arc<Device>,
+    /// Where symmetric memory comes from.
+    pub(crate) source: Arc<dyn PeerMemory>,
 }
 
 struct State {
@@ -75,6 +80,7 @@ impl CudaProcess {
         name: &str,
         device: usize,
         options: &CudaOptions,
+        source: Arc<dyn PeerMemory>,
     ) -> Result<Self> {
         if ranks == 0 || ranks > MOST_RANKS {
             return Err(Error::invalid("ranks", ranks, format!("1 to {MOST_RANKS} are allowed on GPUs")));
@@ -87,12 +93,14 @@ impl CudaProcess {
             Ok((device, uuid, Event::new()?, Event::new()?))
         };
         let opened = open().map_err(Error::from);
-        let said = processes.exchange("the choice of GPUs", opened.as_ref().map(|o| &o.1[..]));
-        let said = processes.settle(said)?;
+        let (own, uuid) = (opened.as_ref().map(|_| 0), opened.as_ref().map_or("", |o| &o.1[..]));
+        let facts = vec![("memory", source.name().to_owned())];
+        let said = processes.agree("the choice of GPUs", own, uuid, &facts);
+        let (_, said) = processes.settle(said)?;
         let (device, uuid, before, last) = opened?;
         let sharing = said.iter().filter(|&other| *other == uuid).count();
         let state = Mutex::new(State { processes, memory: None, before, last });
-        Ok(CudaProcess { state, rank, ranks, sharing, wait_limit: options.wait_limit, device })
+        Ok(CudaProcess { state, rank, ranks, sharing, wait_limit: options.wait_limit, device, source })
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -153,15 +161,37 @@ impl CudaProcess {
 
     /// The driver failed. Where a rank has died, with the memory that this one's kernels reach, that is why.
     fn lost(&self, state: &State, error: &kodkod_cuda::Error) -> Fault {
+        match self.within_grace(|| state.processes.sound()) {
+            Err(fault) => fault,
+            Ok(()) => state.processes.fail(&format!("rank {}: {error}", self.rank)),
+        }
+    }
+
+    /// The others' memory was not mapped, or that of the rank `other`: as above.
+    fn unreached(&self, state: &State, other: Option<usize>, error: &kodkod_cuda::Error) -> Fault {
+        match self.within_grace(|| state.processes.all_live(MAPPING)) {
+            Err(fault) => fault,
+            Ok(()) => state.processes.fail(&unreached(self.rank, other, error)),
+        }
+    }
+
+    /// Looks for as long as a process may take to die.
+    fn within_grace(&self, sound: impl Fn() -> Result<(), Fault>) -> Result<(), Fault> {
         let end = Instant::now() + GRACE;
         while Instant::now() < end && self.ranks > 1 {
-            if let Err(fault) = state.processes.sound() {
-                return fault;
-            }
+            sound()?;
             std::thread::sleep(TICK);
         }
-        state.processes.fail(&format!("rank {}: {error}", self.rank))
+        Ok(())
     }
+}
+
+fn unreached(rank: usize, other: Option<usize>, why: &kodkod_cuda::Error) -> String {
+    let other = other.map_or("the other ranks".into(), |other| format!("rank {other}"));
+    format!(
+        "rank {rank} cannot reach the memory of {other}: {why} (their GPUs need peer access, NVLink; containers, the same \
+         namespaces of IPC and PIDs, and the same folder for temporary files)"
+    )
 }
 
 impl State {
@@ -181,10 +211,11 @@ impl Drop for CudaProcess {
         // The others need this rank until its passes have ended. What went wrong, a call has told or nobody asks.
         let _ = self.finish();
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some(memory) = &mut state.memory {
+        if let Some(memory) = state.memory.take() {
             // Nobody's memory is freed while another has it mapped, unless that one takes too long.
-            memory.unmap();
+            let own = memory.unmap();
             state.processes.leave(GRACE);
+            drop(own);
         }
     }
 }
@@ -231,7 +262,7 @@ impl DeviceRankLayer {
     ///
     /// # Errors
     /// [`Error::Invalid`] where a size or a knob is not allowed on a GPU, the ranks do not divide the experts, or the group is
-    /// not one of [`ExpertGroup::cuda_ipc`].
+    /// not one of [`ExpertGroup::cuda_ipc`] or [`ExpertGroup::cuda_processes`].
     pub fn new(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
         let Machine::CudaProcess(group) = group.machine() else {
             let allowed = "one of ExpertGroup::cuda_ipc is needed";
@@ -403,31 +434,20 @@ impl DeviceRankLayer {
         group.device.synchronize().map_err(|e| group.lost(state, &e))?;
         let grows = state.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes);
         if grows {
-            if let Some(memory) = &mut state.memory {
-                memory.unmap();
-            }
+            let old = state.memory.take().map(SymmetricMemory::unmap);
             // Before any rank frees what others had mapped.
             state.processes.meet(1, "the growth of symmetric memory")?;
-            state.memory = None;
+            drop(old);
         }
         let made = self.make(all, tokens, gradients, grows.then_some(bytes));
         let text = made.as_ref().map(|made| made.1.as_str());
         let said = state.processes.exchange("the growth of symmetric memory", text)?;
         let (memory, _) = made.map_err(Fault::Refused)?;
         let Some(mut memory) = memory else { return Ok(()) };
-        let exported = said.iter().map(|text| parse(text)).collect::<Option<Vec<_>>>();
-        let mapped = match exported {
-            None => Err((group.rank, "no handles of symmetric memory".to_owned())),
-            Some(exported) => memory.map(&exported).map_err(|(rank, e)| (rank, e.to_string())),
-        };
-        if let Err((other, why)) = mapped {
-            return Err(state.processes.fail(&format!(
-                "rank {} cannot reach the memory of rank {other}: {why} (their GPUs need peer access, NVLink; containers, \
-                 the same IPC namespace)",
-                group.rank
-            )));
+        if let Err((other, why)) = memory.map(&said) {
+            return Err(group.unreached(state, other, &why));
         }
-        state.processes.meet(1, "the mapping of symmetric memory")?;
+        state.processes.meet(1, MAPPING)?;
         state.memory = Some(memory);
         Ok(())
     }
@@ -453,10 +473,9 @@ impl DeviceRankLayer {
         }
         let Some(bytes) = bytes else { return Ok((None, String::new())) };
         let bytes = bytes.next_multiple_of(STEP);
-        let memory = SymmetricMemory::new(&group.device, group.rank, group.ranks, bytes)?;
-        let (IpcHandle(handle), offset) = memory.export()?;
-        let handle: String = handle.iter().map(|b| format!("{b:02x}")).collect();
-        Ok((Some(memory), format!("{handle} {offset}")))
+        let memory = SymmetricMemory::new(&*group.source, &group.device, group.rank, group.ranks, bytes)?;
+        let exported = memory.export()?;
+        Ok((Some(memory), exported))
     }
 
     /// Queues a pass after what is in a stream, and after the pass before it.
@@ -492,16 +511,6 @@ struct Ready<'a> {
     call: u64,
     /// Of each rank, the forward in its buffers.
     forwards: Vec<Option<u64>>,
-}
-
-/// The text of [`DeviceRankLayer::make`].
-fn parse(text: &str) -> Option<(IpcHandle, u64)> {
-    let (handle, offset) = text.split_once(' ')?;
-    let mut bytes = [0; 64];
-    for (at, byte) in bytes.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(handle.get(2 * at..2 * at + 2)?, 16).ok()?;
-    }
-    Some((IpcHandle(bytes), offset.parse().ok()?))
 }
 
 impl std::fmt::Debug for DeviceRankLayer {
@@ -681,12 +690,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn handles_come_back_from_their_text() {
-        let bytes: [u8; 64] = std::array::from_fn(|at| (at * 37) as u8);
-        let text = format!("{} 4096", bytes.iter().map(|b| format!("{b:02x}")).collect::<String>());
-        assert_eq!(parse(&text), Some((IpcHandle(bytes), 4096)));
-        for wrong in ["", "00 1", &text[..40], &text.replace(' ', ""), &text.replacen("00", "0g", 1)] {
-            assert_eq!(parse(wrong), None, "{wrong}");
+    fn memory_out_of_reach_names_the_ranks() {
+        let refused = kodkod_cuda::Error::Driver { what: "map memory".into(), text: "invalid".into() };
+        for (other, named) in [(Some(2), "rank 2"), (None, "the other ranks")] {
+            let text = unreached(1, other, &refused);
+            println!("{text}");
+            let begin = format!("rank 1 cannot reach the memory of {named}: could not map memory: invalid (");
+            assert!(text.starts_with(&begin), "{text}");
         }
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kodkod_core::{Error, Result};
 use kodkod_cpu::{CpuGroup, CpuOptions, ProcessGroup};
+use kodkod_cuda::{CudaIpc, PeerMemory};
 
 use crate::Isa;
 use crate::cuda_layer::CudaGroup;
@@ -121,7 +122,23 @@ impl ExpertGroup {
         device: usize,
         options: CudaOptions,
     ) -> Result<Self> {
-        let group = CudaProcess::join(rank, ranks, name, device, &options)?;
+        Self::cuda_processes(rank, ranks, name, device, options, CudaIpc)
+    }
+
+    /// The same with memory that ranks reach of each other in another way than by CUDA IPC: one that the caller has
+    /// written. All ranks give the same.
+    ///
+    /// # Errors
+    /// As for [`ExpertGroup::cuda_ipc`].
+    pub fn cuda_processes(
+        rank: usize,
+        ranks: usize,
+        name: &str,
+        device: usize,
+        options: CudaOptions,
+        memory: impl PeerMemory + 'static,
+    ) -> Result<Self> {
+        let group = CudaProcess::join(rank, ranks, name, device, &options, Arc::new(memory))?;
         Ok(ExpertGroup { machine: Machine::CudaProcess(Arc::new(group)) })
     }
 
@@ -182,7 +199,9 @@ impl ExpertGroup {
                 [device] => device.name().to_owned(),
                 devices => format!("{} GPUs: {}", devices.len(), devices[0].name()),
             },
-            Machine::CudaProcess(group) => format!("a process a GPU: {}", group.device.name()),
+            Machine::CudaProcess(group) => {
+                format!("a process a GPU: {}, {}", group.device.name(), group.source.name())
+            }
         }
     }
 

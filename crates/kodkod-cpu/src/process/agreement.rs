@@ -199,6 +199,11 @@ impl Processes {
         Ok(self.link.pass_sound()?)
     }
 
+    /// Why the ranks will not come to what is ahead: what failed elsewhere, or a rank that died.
+    pub fn all_live(&self, what: &str) -> Result<(), Fault> {
+        Ok(self.link.all_live(what)?)
+    }
+
     /// This rank makes no more calls: says so, and waits until all others have said the same or died, but no longer than
     /// `limit`. For what may be given back only when nobody uses it any more.
     pub fn leave(&self, limit: Duration) {

@@ -348,6 +348,15 @@ impl Link {
         }
     }
 
+    /// An error where the group has failed, or a rank is gone.
+    pub(super) fn all_live(&self, what: &str) -> Result<(), Broken> {
+        self.sound()?;
+        match self.others().find_map(|rank| self.gone(rank)) {
+            Some(why) => Err(self.fail(&format!("{why} before {what}"))),
+            None => Ok(()),
+        }
+    }
+
     /// Writes down why the group cannot go on, and gives the first reason that was.
     pub(super) fn fail(&self, text: &str) -> Broken {
         self.control.fail(FAILED, text, self.ranks);
