@@ -7,11 +7,12 @@ import socket
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from . import _kodkod
+from ._symmetric import SymmetricMemory, chosen, meeting_place
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,13 +56,14 @@ class ExpertGroup:
         device: torch.device | str | None = None,
         threads: int = 0,
         timeout: float = 600.0,
+        memory: Literal["symmetric", "ipc"] | None = None,
     ) -> ExpertGroup:
         """Each process of a torch process group as a rank, on the CPU or the GPUs of one host: expert parallelism.
 
         All processes of ``process_group`` call it together; make one group and give it to all layers. With R ranks,
         rank r holds experts r E/R to (r + 1) E/R - 1 of a layer, and gives :func:`kodkod.moe` its own tokens. All ranks
         make the same calls, forward and backward, in the same order. Rows move through shared memory (``/dev/shm``), or
-        from GPU to GPU over NVLink (CUDA IPC).
+        from GPU to GPU over NVLink.
 
         Args:
             process_group: a process group of any backend, or a DeviceMesh of one dimension; the default process group
@@ -71,11 +73,19 @@ class ExpertGroup:
             threads: worker threads of this rank on the CPU; 0 is its share of the cores.
             timeout: seconds that a rank waits for one that does not come to a call, or not on with it. A process that
                 has ended is found out at once.
+            memory: what ranks on GPUs reach of each other. ``"symmetric"`` is torch's symmetric memory, of its backend
+                CUDA, which needs ``process_group`` for as long as calls are made; ``"ipc"`` is CUDA IPC. By default the
+                first, or the second where a trial finds that a rank has none: the group's ``repr`` says which. While
+                torch maps memory, in this call and where a later one needs more, nothing else of Python runs. It waits
+                for ranks by its store: for 60 seconds, ``timeout`` or the store's own limit, whichever is least, and
+                then it is an error on every rank. A rank that is killed while torch passes a file descriptor is not
+                found out. kodkod does not use NVLink multicast: ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` keeps torch from
+                making objects for it.
 
         Raises:
             TypeError, ValueError: an argument has a type or value that is not allowed, here or on another rank.
-            RuntimeError: there is no process group, its processes are on several hosts, or one has ended; with the
-                ranks' names, on every rank.
+            RuntimeError: there is no process group, its processes are on several hosts, one has ended, or one has no
+                symmetric memory and ``memory`` asks for it; with the ranks' names, on every rank.
         """
         import torch.distributed as dist
 
@@ -83,31 +93,37 @@ class ExpertGroup:
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         if device is None:
             device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
-        error = _problem(device, threads, timeout)
+        error = _problem(device, threads, timeout, memory)
         kind = "" if error is not None else torch.device(device).type
-        mine = (_host(), uuid.uuid4().hex, kind, None if error is None else str(error))
-        every: list[tuple[tuple[str, str], str, str, str | None]] = [mine] * ranks
+        index, symmetric, lacks = 0, None, None
+        if kind == "cuda":
+            index = torch.device(device).index
+            index = torch.cuda.current_device() if index is None else index
+            if memory != "ipc":
+                symmetric = SymmetricMemory(process_group, index, float(timeout))
+                lacks = symmetric.problem()
+        why = None if error is None else str(error)
+        chose = memory if error is None else None
+        mine = _Said(_host(), uuid.uuid4().hex, kind, chose, why, lacks, meeting_place())
+        every = [mine] * ranks
         dist.all_gather_object(every, mine, group=process_group)
         if error is not None:
             raise error
-        for other, (_, _, _, why) in enumerate(every):
-            if why is not None:
-                raise ValueError(f"ExpertGroup.processes of rank {other} is refused: {why}")
-        for other, (_, _, its, _) in enumerate(every):
-            if its != every[0][2]:
-                raise ValueError(
-                    f"device of rank {other} is {its}: rank 0 has {every[0][2]}, and all must have the same"
-                )
-        _check_hosts([host for host, _, _, _ in every])
-        name = every[0][1]
+        _check_said(every)
+        if symmetric is not None and chosen(memory, _lacks(every)):
+            lacking: list[str | None] = [None] * ranks
+            dist.all_gather_object(lacking, symmetric.trial(), group=process_group)
+            symmetric = symmetric if chosen(memory, lacking) else None
+        else:
+            symmetric = None
+        name = every[0].name
         if kind == "cpu":
             number = _kodkod.group_processes(rank, ranks, name, threads, float(timeout))
             return cls(number, None, torch.device("cpu"))
-        index = torch.device(device).index
-        index = torch.cuda.current_device() if index is None else index
         # Others reach this process's memory until their passes, and so its own, have ended.
         atexit.register(_kodkod.cuda_check)
-        return cls(_kodkod.group_cuda(rank, ranks, name, index, float(timeout)), None, torch.device("cuda", index))
+        number = _kodkod.group_cuda(rank, ranks, name, index, float(timeout), symmetric)
+        return cls(number, None, torch.device("cuda", index))
 
     @property
     def ranks(self) -> int:
@@ -171,7 +187,42 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}: it cannot be negative")
 
 
-def _problem(device: object, threads: object, timeout: object) -> Exception | None:
+class _Said(NamedTuple):
+    """What a rank tells the others when they make a group."""
+
+    host: tuple[str, str]
+    name: str
+    """Of the group, if this is rank 0."""
+    kind: str
+    memory: str | None
+    error: str | None
+    lacks: str | None
+    """Why it has no symmetric memory."""
+    place: tuple[object, ...]
+
+
+def _check_said(every: Sequence[_Said]) -> None:
+    """Raises where a rank has an error, or the ranks do not fit together."""
+    for rank, said in enumerate(every):
+        if said.error is not None:
+            raise ValueError(f"ExpertGroup.processes of rank {rank} is refused: {said.error}")
+    for what, values in (("device", [s.kind for s in every]), ("memory", [s.memory for s in every])):
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise ValueError(
+                    f"{what} of rank {rank} is {value}: rank 0 has {values[0]}, and all must have the same"
+                )
+    _check_hosts([said.host for said in every])
+
+
+def _lacks(every: Sequence[_Said]) -> list[str | None]:
+    """Why each rank has no symmetric memory."""
+    folder = every[0].place[0]
+    elsewhere = f"torch meets in {folder} on rank 0, and in another folder, or among other PIDs, on this one"
+    return [said.lacks or (elsewhere if said.place != every[0].place else None) for said in every]
+
+
+def _problem(device: object, threads: object, timeout: object, memory: object) -> Exception | None:
     """What is wrong with the arguments of a rank: raised after the others have heard of it."""
     try:
         if not isinstance(device, (str, torch.device)):
@@ -184,6 +235,8 @@ def _problem(device: object, threads: object, timeout: object) -> Exception | No
             raise ValueError(f"device is {str(device)!r}: cpu and cuda are allowed")
         if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {str(device)!r}: torch finds no GPU here")
+        if kind == "cuda":
+            torch.cuda.init()
         _check_count("threads", threads)
         if threads > _MOST_THREADS:
             raise ValueError(f"threads is {threads}: 0 to {_MOST_THREADS} are allowed")
@@ -191,7 +244,11 @@ def _problem(device: object, threads: object, timeout: object) -> Exception | No
             raise TypeError(f"timeout is {timeout!r}: a number of seconds is needed")
         if not 0 < timeout < 1e9:
             raise ValueError(f"timeout is {timeout}: a positive number of seconds is needed")
-    except (TypeError, ValueError) as error:
+        if memory is not None and memory not in ("symmetric", "ipc"):
+            raise ValueError(f"memory is {memory!r}: 'symmetric', 'ipc' and None are allowed")
+        if memory is not None and kind == "cpu":
+            raise ValueError(f"memory is {memory!r}: only ranks on GPUs have the choice, and device is cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
         return error
     return None
 

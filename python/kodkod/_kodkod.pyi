@@ -1,5 +1,7 @@
 """The compiled half: the layer over plain integers. Private: addresses are believed, so a wrong one is a crash."""
 
+from ._symmetric import SymmetricMemory
+
 class Config:
     """What calls of the same shapes and options share: all but the tensors."""
 
@@ -41,8 +43,8 @@ def group_processes(rank: int, ranks: int, name: str, threads: int, timeout: flo
     ``timeout`` is in seconds.
     """
 
-def group_cuda(rank: int, ranks: int, name: str, device: int, timeout: float) -> int:
-    """The same with a GPU for this rank."""
+def group_cuda(rank: int, ranks: int, name: str, device: int, timeout: float, memory: SymmetricMemory | None) -> int:
+    """The same with a GPU for this rank; ``memory`` is for what ranks reach of each other, CUDA IPC if None."""
 
 def group_rank(number: int) -> int | None:
     """The rank that this process is, in a group of processes."""

@@ -12,6 +12,7 @@ use kodkod::{CpuOptions, CudaOptions, Error, ExpertGroup, Result};
 use pyo3::prelude::*;
 
 use crate::errors::{exception, without_lock};
+use crate::symmetric::TorchMemory;
 
 struct Groups {
     process: u32,
@@ -101,7 +102,8 @@ pub(crate) fn group_processes(
     Ok(groups.made.len() - 1)
 }
 
-/// The same with the GPU `device` for this rank.
+/// The same with the GPU `device` for this rank, and `memory`, a `kodkod._symmetric.SymmetricMemory`, for what the ranks reach
+/// of each other; CUDA IPC if `None`.
 #[pyfunction]
 pub(crate) fn group_cuda(
     py: Python<'_>,
@@ -110,12 +112,17 @@ pub(crate) fn group_cuda(
     name: &str,
     device: usize,
     timeout: f64,
+    memory: Option<Py<PyAny>>,
 ) -> PyResult<usize> {
     let group = without_lock(py, || {
         let wait_limit = Duration::try_from_secs_f64(timeout)
             .map_err(|_| Error::invalid("timeout", timeout, "a positive number of seconds is needed"))?;
         let _current = CurrentContext::keep();
-        ExpertGroup::cuda_ipc(rank, ranks, name, device, CudaOptions { wait_limit })
+        let options = CudaOptions { wait_limit };
+        match memory.map(TorchMemory::new) {
+            Some(memory) => ExpertGroup::cuda_processes(rank, ranks, name, device, options, memory),
+            None => ExpertGroup::cuda_ipc(rank, ranks, name, device, options),
+        }
     })?;
     let mut groups = groups(py);
     groups.made.push(Made::Processes(group));

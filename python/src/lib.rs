@@ -4,8 +4,9 @@
 //! 2. [`groups`] keeps the expert groups of the process, each under a number;
 //! 3. [`pass`] runs a forward or a backward on the CPU, without the interpreter's lock, [`gpu`] puts it in a stream of a GPU,
 //!    [`gpu_rank`] one rank's part of it;
-//! 4. [`context`] wraps what a forward leaves for its backward in a DLPack capsule, so that a tensor's life is its own;
-//! 5. [`errors`] turns every error and panic into a Python exception.
+//! 4. [`symmetric`] lets a Python object give the memory that GPUs reach of each other;
+//! 5. [`context`] wraps what a forward leaves for its backward in a DLPack capsule, so that a tensor's life is its own;
+//! 6. [`errors`] turns every error and panic into a Python exception.
 //!
 //! Nothing here knows of torch.
 
@@ -16,6 +17,7 @@ mod gpu_rank;
 mod groups;
 mod memory;
 mod pass;
+mod symmetric;
 
 use pyo3::prelude::*;
 
