@@ -602,7 +602,7 @@ pub(crate) fn cuda_check(py: Python<'_>) -> PyResult<()> {
 }
 
 /// Of a GPU: slots; those that a forward holds; those that belong to a graph; bytes of all; the most bytes; forwards that
-/// ran again. Those of groups of processes are not counted.
+/// ran again. Those of groups of processes are not counted: `group_memory` does that.
 #[pyfunction]
 pub(crate) fn cuda_memory(device: usize) -> (usize, usize, usize, usize, Option<usize>, usize) {
     let Some(gpu) = lock(&GPUS).get(&device).cloned() else { return (0, 0, 0, 0, None, 0) };
