@@ -2,7 +2,8 @@
 
 Prints the losses side by side, whether kodkod's are the same bits when repeated, tokens per second of whole steps, and
 what their time goes to. The widths are those of the models; layers are few, and the vocabulary is as much smaller, so
-that embedding and head have their share of a step; weights and tokens are random.
+that embedding and head have their share of a step; weights are random. Every step has other tokens, of a chain in which
+half of them follow from the one before: there is something to learn, and nothing to learn by heart.
 
 python bench/transformers_step.py
 python bench/transformers_step.py --models olmoe --layers 4 --optimizer sgd --json out.json
@@ -21,6 +22,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begin
 
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kodkod
 
@@ -52,7 +54,6 @@ MODELS = {
 WARMUP = 4
 LOOKED_AT = 4
 """Steps more, of which the parts are timed."""
-BATCHES = 2  # that come again and again, so that there is something to learn
 
 
 def arguments(argv):
@@ -98,6 +99,18 @@ def config_of(name, args):
 
 def vocabulary_of(name, args):
     return args.vocabulary or MODELS[name]["vocabulary"] * args.layers // 64 * 64
+
+
+def batches(vocabulary, args, device, count):
+    """Tokens ``[count, batch, context]``: each follows from the one before by a fixed map, or as often is random."""
+    generator = torch.Generator(device).manual_seed(1)
+    after = torch.randperm(vocabulary - 3, generator=generator, device=device)
+    shape = (count, args.batch, args.context)
+    tokens = torch.randint(vocabulary - 3, shape, generator=generator, device=device)
+    follows = torch.rand(shape, generator=generator, device=device) < 0.5
+    for at in range(1, args.context):
+        tokens[..., at] = torch.where(follows[..., at], after[tokens[..., at - 1]], tokens[..., at])
+    return tokens + 3
 
 
 class Clock:
@@ -163,9 +176,7 @@ def train(name, implementation, args, device, bar, look=False):
         net = transformers.AutoModelForCausalLM.from_config(
             config_of(name, args), dtype=torch.bfloat16, experts_implementation=implementation
         )
-        generator = torch.Generator(device).manual_seed(1)
-        shape = (BATCHES, args.batch, args.context)
-        tokens = torch.randint(3, vocabulary_of(name, args), shape, generator=generator, device=device)
+    tokens = batches(vocabulary_of(name, args), args, device, args.steps + LOOKED_AT)
     net.train()
     fused = device.type == "cuda"
     if args.optimizer == "adamw":
@@ -181,7 +192,7 @@ def train(name, implementation, args, device, bar, look=False):
         looked_at = step >= args.steps
         if step in (WARMUP, args.steps):
             clock.mark("looked at" if looked_at else "timed")
-        batch = tokens[step % BATCHES]
+        batch = tokens[step]
         loss = net(input_ids=batch, labels=batch).loss
         loss.backward()
         if looked_at:
@@ -248,9 +259,9 @@ def main(argv=None):
         if repeats:
             # All else in the model must be deterministic too, which makes it slower.
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.backends.cuda.enable_cudnn_sdp(False)  # attention that stays non-deterministic
-            one, two = (train(name, "kodkod", args, device, bar)["losses"] for _ in range(2))
-            torch.backends.cuda.enable_cudnn_sdp(True)
+            attention = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # others stay non-deterministic
+            with sdpa_kernel(attention):
+                one, two = (train(name, "kodkod", args, device, bar)["losses"] for _ in range(2))
             torch.use_deterministic_algorithms(False)
             runs["kodkod"]["repeats"] = one == two
             print(f"kodkod, repeated: {'same bits' if one == two else 'OTHER BITS'} in all {args.steps} losses")

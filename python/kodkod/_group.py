@@ -69,7 +69,7 @@ class ExpertGroup:
             process_group: a process group of any backend, or a DeviceMesh of one dimension; the default process group
                 if None.
             device: ``"cpu"``; or this rank's GPU, where ``"cuda"`` is the current one. By default a GPU where the
-                process group's backend is NCCL.
+                process group has NCCL for GPUs.
             threads: worker threads of this rank on the CPU; 0 is its share of the cores.
             timeout: seconds that a rank waits for one that does not come to a call, or not on with it. A process that
                 has ended is found out at once.
@@ -92,7 +92,7 @@ class ExpertGroup:
         process_group = _resolve(process_group)
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         if device is None:
-            device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
+            device = "cuda" if "cuda:nccl" in str(dist.get_backend_config(process_group)) else "cpu"
         error = _problem(device, threads, timeout, memory)
         kind = "" if error is not None else torch.device(device).type
         index, symmetric, lacks = 0, None, None
@@ -148,7 +148,7 @@ class ExpertGroup:
     def memory(self) -> tuple[int, int]:
         """Bytes of symmetric memory that the group, and forwards before their backward, hold now; and the most ever.
 
-        Not counted on GPUs: (0, 0).
+        On a GPU those of this rank, as the driver's count of free memory tells, kept slots included.
         """
         return _kodkod.group_memory(self._number)
 

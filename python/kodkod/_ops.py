@@ -69,7 +69,7 @@ class Plan:
     def __init__(self, parts: Sequence[int], options: Options, gpu: bool) -> None:
         self.parts, self.options, self.gpu = list(parts), options, gpu
         # Whether gate and up are used as the one tensor that they are.
-        self.fused = parts[1] == 0 and gpu and options[3] == 0
+        self.fused = parts[1] == 0 and gpu
         # Whether all weights are used as they are given.
         self.whole = max(parts) == 1 and (parts[1] == 1 or self.fused)
         self.config: _kodkod.Config | None = None

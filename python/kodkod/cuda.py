@@ -55,7 +55,7 @@ def set_checks(enabled: bool) -> None:
 def memory(device: torch.device | str | int | None = None) -> Memory:
     """What kodkod holds on a GPU; by default the current one.
 
-    Slots of groups of processes are not counted: ``torch.cuda.mem_get_info`` has all that is used.
+    Slots of groups of processes are not counted: :meth:`kodkod.ExpertGroup.memory` does that.
     """
     return Memory(*_kodkod.cuda_memory(_ordinal(device)))
 

@@ -227,13 +227,14 @@ impl Call {
         let tokens = inputs.0.1 / shape.hidden.max(1);
         // SAFETY: Python gives the handle of the stream that is current there, which its caller holds until the call returns; the
         // driver keeps what is queued in a stream, also where it is destroyed.
-        let (stream, capture) = unsafe { (Stream::borrowed(place.1), caller::capture_of(place.1)?) };
+        let stream = unsafe { Stream::borrowed(place.1) };
+        let capture = stream.capture()?.unwrap_or(NONE);
         Ok(Call {
             gpu,
             size: Size { shape, knobs, tokens, fused: config.fused() },
             gradients: precision(f32_gradients),
             stream,
-            capture: capture.unwrap_or(NONE),
+            capture,
             checked: place.2,
             inputs,
         })
@@ -601,7 +602,7 @@ pub(crate) fn cuda_check(py: Python<'_>) -> PyResult<()> {
 }
 
 /// Of a GPU: slots; those that a forward holds; those that belong to a graph; bytes of all; the most bytes; forwards that
-/// ran again. Those of groups of processes are not counted.
+/// ran again. Those of groups of processes are not counted: `group_memory` does that.
 #[pyfunction]
 pub(crate) fn cuda_memory(device: usize) -> (usize, usize, usize, usize, Option<usize>, usize) {
     let Some(gpu) = lock(&GPUS).get(&device).cloned() else { return (0, 0, 0, 0, None, 0) };
@@ -626,7 +627,7 @@ pub(crate) fn cuda_limit(py: Python<'_>, device: usize, limit: Option<usize>) ->
 pub(crate) fn cuda_trim(py: Python<'_>, device: usize, captured: bool) -> PyResult<()> {
     without_lock(py, || {
         let _current = CurrentContext::keep();
-        gpu_rank::trim(device)?;
+        gpu_rank::trim(device, captured)?;
         let Some(gpu) = lock(&GPUS).get(&device).cloned() else { return Ok(()) };
         gpu.device.make_current()?;
         lock(&gpu.pool).slots.retain(|slot| !(slot.idle() && (captured || slot.capture() == NONE)));

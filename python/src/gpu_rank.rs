@@ -7,7 +7,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use kodkod::cuda::caller;
 use kodkod::cuda::driver::Stream;
 use kodkod::{
     DeviceContext, DeviceRankLayer, Error, ExpertGroup, GradientElement, Knobs, Precision, Result, Shape,
@@ -24,11 +23,18 @@ use crate::pass::{Config, Inputs, Parts};
 static SLOTS: Mutex<Vec<Arc<Slot>>> = Mutex::new(Vec::new());
 
 struct Slot {
+    size: Size,
+    layer: DeviceRankLayer,
+    leased: AtomicBool,
+}
+
+/// What a slot was made for.
+#[derive(PartialEq)]
+struct Size {
     group: usize,
     shape: Shape,
     knobs: Knobs,
-    layer: DeviceRankLayer,
-    leased: AtomicBool,
+    fused: bool,
 }
 
 /// A slot, for as long as a forward's rows are needed.
@@ -52,6 +58,9 @@ struct Call {
     lease: Option<Lease>,
     inputs: Inputs,
     stream: Stream,
+    /// As for `gpu::weights`.
+    fused: Option<usize>,
+    /// Wait for the pass, and look for errors.
     checked: bool,
 }
 
@@ -64,35 +73,34 @@ impl Call {
         addresses: &[usize],
         left: Option<&Left>,
     ) -> Result<Self> {
-        if config.f32() {
-            return Err(Error::invalid("precision", "f32", "a GPU computes in bf16"));
-        }
-        if place.3 {
-            trim(place.0)?;
-        }
-        let shape = config.shape(Some(config.experts().saturating_mul(group.ranks())))?;
-        let knobs = config.knobs(Knobs::for_gpus(&shape, group.ranks()));
-        let inputs = config.inputs(addresses)?;
-        let (slot, lease) = match left {
-            Some(left) => (left.lease.0.clone(), None),
-            None => {
-                let lease = acquire(config.group(), group, shape, knobs)?;
-                (lease.0.clone(), Some(lease))
-            }
-        };
-        let device = slot.layer.device();
+        let device = group.device().ok_or(Error::Internal("a group without a GPU".into()))?;
         if device.ordinal() != place.0 {
             let allowed = format!("cuda:{} is needed, where this rank of the group is", device.ordinal());
             return Err(Error::invalid("device of x", format!("cuda:{}", place.0), allowed));
         }
         device.make_current()?;
-        // SAFETY: as in `gpu::Call::new`.
-        let (stream, capture) = unsafe { (Stream::borrowed(place.1), caller::capture_of(place.1)?) };
-        if capture.is_some() {
-            let why = "a CUDA graph is captured: a group of processes, whose ranks wait for each other, cannot be in it";
-            return Err(Error::Machine(why.into()));
+        if config.f32() {
+            return Err(Error::invalid("precision", "f32", "a GPU computes in bf16"));
         }
-        Ok(Call { slot, lease, inputs, stream, checked: place.2 })
+        if place.3 {
+            trim(place.0, false)?;
+        }
+        let shape = config.shape(Some(config.experts().saturating_mul(group.ranks())))?;
+        let knobs = config.knobs(Knobs::for_gpus(&shape, group.ranks()));
+        let inputs = config.inputs(addresses)?;
+        // SAFETY: as in `gpu::Call::new`.
+        let stream = unsafe { Stream::borrowed(place.1) };
+        let capture = stream.capture()?;
+        let (slot, lease) = match left {
+            Some(left) => (left.lease.0.clone(), None),
+            None => {
+                let size = Size { group: config.group(), shape, knobs, fused: config.fused().is_some() };
+                let lease = acquire(size, group, capture)?;
+                (lease.0.clone(), Some(lease))
+            }
+        };
+        let checked = place.2 && capture.is_none();
+        Ok(Call { slot, lease, inputs, stream, fused: config.fused(), checked })
     }
 
     /// # Safety
@@ -100,7 +108,7 @@ impl Call {
     unsafe fn forward(&self, y: Span, gradients: Precision) -> Result<DeviceContext> {
         // SAFETY: the caller's promise.
         let (step, weights) =
-            unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs, None)?) };
+            unsafe { (step(&self.inputs, [(0, y.1), y, y], 0)?, weights(&self.inputs, self.fused)?) };
         self.slot.layer.forward(&step, &weights, gradients, &self.stream)
     }
 
@@ -118,8 +126,8 @@ impl Call {
         let (step, weights, gradients) = unsafe {
             (
                 step(&self.inputs, [dy, dx, dx], d_topk_weights.0)?,
-                weights(&self.inputs, None)?,
-                gradients::<G>(parts, None)?,
+                weights(&self.inputs, self.fused)?,
+                gradients::<G>(parts, self.fused)?,
             )
         };
         let layer = &self.slot.layer;
@@ -138,14 +146,19 @@ fn refused(error: Error) -> Refused {
     if memory { Refused::Memory(error) } else { Refused::Other(error) }
 }
 
-fn acquire(number: usize, group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Lease> {
+/// A slot that no forward holds, and no graph but that of this `capture`.
+fn acquire(size: Size, group: &ExpertGroup, capture: Option<u64>) -> Result<Lease> {
     let mut slots = lock(&SLOTS);
-    let fits = |slot: &&Arc<Slot>| slot.group == number && slot.shape == shape && slot.knobs == knobs;
-    if let Some(slot) = slots.iter().filter(fits).find(|slot| !slot.leased.swap(true, Ordering::AcqRel)) {
+    let fits = |of: Option<u64>| {
+        let fits = |slot: &&Arc<Slot>| slot.size == size && slot.layer.captured() == of;
+        slots.iter().filter(fits).find(|slot| !slot.leased.swap(true, Ordering::AcqRel))
+    };
+    if let Some(slot) = fits(capture).or_else(|| fits(None)) {
         return Ok(Lease(slot.clone()));
     }
-    let layer = DeviceRankLayer::new(group, shape.clone(), knobs)?;
-    let slot = Arc::new(Slot { group: number, shape, knobs, layer, leased: AtomicBool::new(true) });
+    let new = if size.fused { DeviceRankLayer::fused } else { DeviceRankLayer::new };
+    let layer = new(group, size.shape.clone(), size.knobs)?;
+    let slot = Arc::new(Slot { size, layer, leased: AtomicBool::new(true) });
     slots.push(slot.clone());
     Ok(Lease(slot))
 }
@@ -194,7 +207,7 @@ pub(crate) fn cuda_rank_backward(
     let group = group(py, config.group())?;
     let work = || {
         let left = match kept.as_deref() {
-            Some(Kept::GpuRank(left)) if left.lease.0.group == config.group() => Some(left),
+            Some(Kept::GpuRank(left)) if left.lease.0.size.group == config.group() => Some(left),
             _ => None,
         };
         let prepared =
@@ -223,10 +236,14 @@ pub(crate) fn finish() -> Result<()> {
     slots.iter().try_for_each(|slot| slot.layer.finish())
 }
 
-/// Frees the slots on a GPU that no forward holds.
-pub(crate) fn trim(device: usize) -> Result<()> {
+/// Frees the slots on a GPU that no forward holds; with `captured` also those of CUDA graphs.
+pub(crate) fn trim(device: usize, captured: bool) -> Result<()> {
     let mut slots = lock(&SLOTS);
-    let spare = |slot: &Slot| slot.layer.device().ordinal() == device && !slot.leased.load(Ordering::Acquire);
+    let spare = |slot: &Slot| {
+        slot.layer.device().ordinal() == device
+            && !slot.leased.load(Ordering::Acquire)
+            && (captured || slot.layer.captured().is_none())
+    };
     for slot in slots.iter().filter(|slot| spare(slot)) {
         slot.layer.finish()?;
         slot.layer.device().make_current()?;

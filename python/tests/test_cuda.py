@@ -4,6 +4,7 @@ Each new shape is compiled at its first use, which takes seconds: so few of them
 """
 
 import copy
+import dataclasses
 import gc
 
 import pytest
@@ -136,6 +137,36 @@ def test_hard_inputs(case):
         for name in ("d w_gate", "d w_up", "d w_down"):
             assert got[name][e].count_nonzero() == 0, f"{name} of expert {e}, which has no rows"
     assert got["d topk_weights"][step.ids.cuda() < 0].count_nonzero() == 0
+
+
+def test_more_than_2_31_elements():
+    """A token's y and dx do not depend on others: the last ones have the bits that they have alone."""
+    if torch.cuda.mem_get_info()[0] < 50 << 30:
+        pytest.skip("needs 50 GiB")
+    many, last, hidden = 2**20 + 77, 300, 2048
+    small = on_gpu(make(ids(last, 4, 1), experts=4, hidden=hidden, intermediate=64))
+    dy = rows(last, hidden).cuda()
+    want = gradients(small, small.kodkod(), dy)
+    x = torch.zeros(many, hidden, device="cuda", dtype=torch.bfloat16)
+    x[-last:] = small.x.detach()
+    routes = torch.arange(many, device="cuda", dtype=torch.int32).remainder(4)[:, None]
+    routes[-last:] = small.ids
+    weights = torch.ones(many, 1, device="cuda")
+    weights[-last:] = small.topk_weights.detach()
+    assert x.numel() > 2**31
+    large = dataclasses.replace(small, x=x.requires_grad_(), ids=routes, topk_weights=weights.requires_grad_())
+    y = large.kodkod()
+    upstream = torch.zeros_like(y)
+    upstream[-last:] = dy
+    got = gradients(large, y, upstream)
+    rest = got["y"][:-last].count_nonzero() + got["d x"][:-last].count_nonzero()
+    assert rest == 0, f"{rest} numbers of rows that are 0"
+    names = ("y", "d x", "d topk_weights")
+    bits_equal({n: want[n] for n in names}, {n: got[n][-last:] for n in names})
+    rounding = {n: got[n] for n in want if n.startswith("d w_")}  # summed in other chunks
+    compare(rounding, {n: want[n] for n in rounding}, 1e-2)
+    del x, y, large, upstream, got
+    kodkod.cuda.trim()
 
 
 def test_memory_that_held_nan():

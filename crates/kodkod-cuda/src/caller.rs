@@ -7,41 +7,6 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::driver::check;
 use crate::error::Result;
 
-/// The number of the capture that a stream records into, or `None` where it runs its work. No two captures of a process
-/// have one number.
-///
-/// # Errors
-/// The driver's words, also where the capture has failed before.
-///
-/// # Safety
-/// The handle is a stream's of the current context, or 0, the default stream.
-pub unsafe fn capture_of(stream: u64) -> Result<Option<u64>> {
-    use sys::CUstreamCaptureStatus::{
-        CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_STREAM_CAPTURE_STATUS_INVALIDATED, CU_STREAM_CAPTURE_STATUS_NONE,
-    };
-    let (mut status, mut id) = (CU_STREAM_CAPTURE_STATUS_NONE, 0);
-    // SAFETY: the caller's promise; what is not asked for is null.
-    let result = unsafe {
-        sys::cuStreamGetCaptureInfo_v3(
-            stream as sys::CUstream,
-            &mut status,
-            &mut id,
-            ptr::null_mut(),
-            ptr::null_mut(),
-            ptr::null_mut(),
-            ptr::null_mut(),
-        )
-    };
-    check(result, "ask whether a stream is captured")?;
-    match status {
-        CU_STREAM_CAPTURE_STATUS_ACTIVE => Ok(Some(id)),
-        CU_STREAM_CAPTURE_STATUS_INVALIDATED => {
-            check(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "record into a capture").map(|()| None)
-        }
-        CU_STREAM_CAPTURE_STATUS_NONE => Ok(None),
-    }
-}
-
 /// The context that is current on this thread, or none: it is current again when this is dropped. For calls that may be about
 /// another GPU than the caller's current one.
 #[derive(Debug)]

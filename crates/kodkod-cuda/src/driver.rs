@@ -202,6 +202,39 @@ impl Stream {
         check(unsafe { sys::cuStreamSynchronize(self.raw) }, "wait for a stream")
     }
 
+    /// The number of the capture that it records into, or `None` where it runs its work. No two captures of a process have one
+    /// number.
+    ///
+    /// # Errors
+    /// The driver's words, also where the capture has failed before.
+    pub fn capture(&self) -> Result<Option<u64>> {
+        use sys::CUstreamCaptureStatus::{
+            CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_STREAM_CAPTURE_STATUS_INVALIDATED,
+            CU_STREAM_CAPTURE_STATUS_NONE,
+        };
+        let (mut status, mut id) = (CU_STREAM_CAPTURE_STATUS_NONE, 0);
+        // SAFETY: the stream is alive; what is not asked for is null.
+        let result = unsafe {
+            sys::cuStreamGetCaptureInfo_v3(
+                self.raw,
+                &mut status,
+                &mut id,
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+            )
+        };
+        check(result, "ask whether a stream is captured")?;
+        match status {
+            CU_STREAM_CAPTURE_STATUS_ACTIVE => Ok(Some(id)),
+            CU_STREAM_CAPTURE_STATUS_INVALIDATED => {
+                check(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "record into a capture").map(|()| None)
+            }
+            CU_STREAM_CAPTURE_STATUS_NONE => Ok(None),
+        }
+    }
+
     /// Records what follows here, and in streams that wait for it, instead of running it.
     pub fn begin_capture(&self) -> Result<()> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

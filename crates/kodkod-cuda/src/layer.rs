@@ -196,7 +196,8 @@ impl CudaLayer {
 
     /// One rank of a layer whose others are processes, with a token count for each: `rank` on `device`, which `sharing` of
     /// them share, 1 unless for a try. Its passes are [`CudaLayer::forward_in`] and [`CudaLayer::backward_in`]: of all that
-    /// they take there is this rank's, its own experts' and its own tokens'.
+    /// they take there is this rank's, its own experts' and its own tokens'. `fused`: as [`CudaLayer::fused`], which the ranks
+    /// need not have alike.
     ///
     /// # Errors
     /// As for [`CudaLayer::new`].
@@ -207,8 +208,9 @@ impl CudaLayer {
         knobs: &Knobs,
         tokens_per_rank: &[usize],
         gradients: Precision,
+        fused: bool,
     ) -> Result<Self> {
-        let options = Options { process: Some(Process { rank, sharing }), ..Options::default() };
+        let options = Options { process: Some(Process { rank, sharing }), fused, ..Options::default() };
         Self::build(from_ref(device), shape, knobs, tokens_per_rank, gradients, options)
     }
 

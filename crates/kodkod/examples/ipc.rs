@@ -2,7 +2,8 @@
 //! those of one rank on its GPU, in the same process.
 //!
 //!     ipc [--devices 0,1] [--repeats 20]    all options, ragged splits, layers in between, rows on the GPU
-//!     ipc --kill [--devices 0,1]            the last rank is killed in mid-pass: the others name it
+//!     ipc --kill [--devices 0,1]            the last rank is killed while all queue passes, then while they wait for the
+//!                                           kernels of their last pass: the others name it
 //!     ipc --compile [--devices 0,1]         fills the kernel cache; no GPU is needed
 //!
 //! With a device twice (`--devices 0,0`) the GPU runs the processes by turns: slow, and waits may outlast the limit.
@@ -33,18 +34,34 @@ struct Arguments {
     devices: Vec<usize>,
     repeats: usize,
     kill: bool,
+    /// Of a rank: the last one dies then.
+    dies: Option<Dies>,
     compile: bool,
     /// Where this process is a rank: which, and of which group.
     rank: Option<(usize, String)>,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Dies {
+    /// Its parent kills it while all queue passes and look after each few.
+    Queueing,
+    /// It kills itself when its last pass is queued, long before that is done.
+    Waiting,
+}
+
 fn arguments() -> Outcome<Arguments> {
-    let mut parsed = Arguments { devices: vec![0, 1], repeats: 20, kill: false, compile: false, rank: None };
+    let mut parsed =
+        Arguments { devices: vec![0, 1], repeats: 20, kill: false, dies: None, compile: false, rank: None };
     let mut given = std::env::args().skip(1);
     while let Some(name) = given.next() {
         let mut value = || given.next().ok_or(format!("{name} needs a value"));
         match name.as_str() {
             "--kill" => parsed.kill = true,
+            "--dies" => {
+                let when = value()?;
+                let known = [Dies::Queueing, Dies::Waiting].into_iter().find(|d| format!("{d:?}") == when);
+                parsed.dies = Some(known.ok_or(format!("--dies {when}"))?);
+            }
             "--compile" => parsed.compile = true,
             "--repeats" => parsed.repeats = value()?.parse()?,
             "--devices" => parsed.devices = value()?.split(',').map(str::parse).collect::<Result<_, _>>()?,
@@ -57,10 +74,13 @@ fn arguments() -> Outcome<Arguments> {
 
 fn main() {
     let done = arguments().and_then(|a| match &a.rank {
-        Some((rank, name)) if a.kill => loop_until_killed(&a, *rank, name),
-        Some((rank, name)) => compare(&a, *rank, name).map_err(|e| format!("rank {rank}: {e}").into()),
+        Some((rank, name)) => match a.dies {
+            Some(dies) => until_one_dies(&a, dies, *rank, name),
+            None => compare(&a, *rank, name).map_err(|e| format!("rank {rank}: {e}").into()),
+        },
         None if a.compile => compile(&a),
-        None => start(&a),
+        None if a.kill => start(&a, Some(Dies::Queueing)).and_then(|()| start(&a, Some(Dies::Waiting))),
+        None => start(&a, None),
     });
     if let Err(error) = done {
         println!("FAILED: {error}");
@@ -82,40 +102,42 @@ impl Drop for Ranks {
     }
 }
 
-fn start(a: &Arguments) -> Outcome {
+fn start(a: &Arguments, dies: Option<Dies>) -> Outcome {
     let begin = Instant::now();
-    let name = format!("ipc-{}", std::process::id());
+    let name = format!("ipc-{}-{dies:?}", std::process::id());
     let devices = a.devices.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let spawn = |rank: usize| {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["--devices", &devices, "--repeats", &a.repeats.to_string()]);
         command.args(["--rank", &rank.to_string(), &name]);
-        if a.kill {
-            command.arg("--kill").stdout(Stdio::piped());
+        if let Some(dies) = dies {
+            command.args(["--dies", &format!("{dies:?}")]).stdout(Stdio::piped());
         }
         command.spawn()
     };
     let mut ranks = Ranks((0..a.devices.len()).map(spawn).collect::<Result<_, _>>()?);
-    let dead = a.kill.then(|| a.devices.len() - 1);
-    if let Some(dead) = dead {
-        // Each says when its passes loop, then what it hears.
+    let dead = dies.map(|_| a.devices.len() - 1);
+    if let Some((dead, dies)) = dead.zip(dies) {
+        // Each says when its passes begin, then what it hears.
         let mut said = Vec::new();
         for child in &mut ranks.0 {
             let mut lines = BufReader::new(child.stdout.take().ok_or("no output")?).lines();
             let first = lines.next().transpose()?.unwrap_or_default();
-            if first != "loops" {
-                return Err(format!("a rank did not come to loop: {first}").into());
+            if first != "begins" {
+                return Err(format!("a rank did not come to begin: {first}").into());
             }
             said.push(lines);
         }
-        std::thread::sleep(Duration::from_millis(500));
-        println!("killing rank {dead}, process {}", ranks.0[dead].id());
-        ranks.0[dead].kill()?;
+        if dies == Dies::Queueing {
+            std::thread::sleep(Duration::from_millis(500));
+            ranks.0[dead].kill()?;
+        }
         let killed = Instant::now();
+        println!("{dies:?}, rank {dead}, process {}: {}", ranks.0[dead].id(), ranks.0[dead].wait()?);
         for (rank, lines) in said.iter_mut().enumerate().filter(|(rank, _)| *rank != dead) {
             let heard = lines.next().transpose()?.unwrap_or_default();
             let took = killed.elapsed();
-            println!("rank {rank} after {} ms: {heard}", took.as_millis());
+            println!("rank {rank} at {} ms: {heard}", took.as_millis());
             if !heard.contains(&format!("rank {dead} (process {})", ranks.0[dead].id())) || took > LIMIT {
                 return Err("it does not name the dead rank within the limit".into());
             }
@@ -172,9 +194,16 @@ fn cases(ranks: usize) -> Vec<Case> {
     vec![case("all options", all, 700, small), case("plain", plain, 8192, large)]
 }
 
+/// A pass of some milliseconds.
+fn long(ranks: usize) -> Case {
+    let (shape, tokens) = (Shape::new(1024, 512, 16, 4), 32_768);
+    let (knobs, splits) = (Knobs::for_gpu(&shape), vec![Routing::even_split(tokens, ranks)]);
+    Case { name: "long", step: Step::random(shape, tokens, 82), knobs, splits }
+}
+
 fn compile(a: &Arguments) -> Outcome {
     let ranks = a.devices.len();
-    for case in cases(ranks) {
+    for case in cases(ranks).into_iter().chain([long(ranks)]) {
         for split in case.splits.iter().chain([&vec![case.step.tokens()]]) {
             for gradients in [Precision::F32, Precision::Bf16] {
                 let defines = CudaLayer::defines(&case.step.shape, &case.knobs, split, gradients)?;
@@ -478,19 +507,34 @@ fn refused(case: &Case, group: &ExpertGroup, rank: usize) -> Outcome {
     Ok(())
 }
 
-/// Queues passes until one fails, and says why.
-fn loop_until_killed(a: &Arguments, rank: usize, name: &str) -> Outcome {
+/// Queues passes until one fails, and says why; or dies.
+fn until_one_dies(a: &Arguments, dies: Dies, rank: usize, name: &str) -> Outcome {
     let options = CudaOptions { wait_limit: LIMIT };
     let group = ExpertGroup::cuda_ipc(rank, a.devices.len(), name, a.devices[rank], options)?;
-    let case = &cases(a.devices.len())[1];
+    let case = match dies {
+        Dies::Queueing => &cases(a.devices.len())[1],
+        Dies::Waiting => &long(a.devices.len()),
+    };
     let on_gpu = OnGpu::<bf16>::new(case, &group, &case.splits[0])?;
     on_gpu.queue()?;
     on_gpu.layer.finish()?;
-    println!("loops");
-    let error = loop {
-        let passes = || (0..20).try_for_each(|_| on_gpu.queue());
-        if let Err(error) = passes().and_then(|()| Ok(on_gpu.layer.finish()?)) {
-            break error;
+    println!("begins");
+    let error = match dies {
+        Dies::Queueing => loop {
+            let passes = || (0..20).try_for_each(|_| on_gpu.queue());
+            if let Err(error) = passes().and_then(|()| Ok(on_gpu.layer.finish()?)) {
+                break error;
+            }
+        },
+        Dies::Waiting => {
+            (0..50).try_for_each(|_| on_gpu.queue())?;
+            if rank + 1 == a.devices.len() {
+                Command::new("kill").args(["-9", &std::process::id().to_string()]).status()?;
+            }
+            match on_gpu.layer.finish() {
+                Err(error) => error.into(),
+                Ok(()) => return Err("all passes were done before the last rank was dead".into()),
+            }
         }
     };
     println!("{error}");

@@ -10,6 +10,7 @@
 //! ```
 
 use std::any::Any;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use kodkod_core::{
     Error, GradientElement, Knobs, Precision, Result, Routing, Shape, WeightGradients, Weights,
 };
 use kodkod_cpu::{Facts, Fault, Processes, facts};
+use kodkod_cuda::caller::free_and_total;
 use kodkod_cuda::driver::{Device, Event, Stream};
 use kodkod_cuda::{
     CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, MOST_RANKS, PeerMemory, SymmetricMemory,
@@ -61,16 +63,24 @@ pub(crate) struct CudaProcess {
     pub(crate) device: Arc<Device>,
     /// Where symmetric memory comes from.
     pub(crate) source: Arc<dyn PeerMemory>,
+    /// Bytes of this GPU that the group holds, and the most it held.
+    bytes: [AtomicUsize; 2],
 }
 
 struct State {
     processes: Processes,
     /// Mapped by all.
     memory: Option<SymmetricMemory>,
+    /// Passes of CUDA graphs use it.
+    captured: bool,
+    /// What became too small, and graphs use.
+    outgrown: Vec<SymmetricMemory>,
     /// What a caller's stream had before the last pass.
     before: Event,
     /// The last pass.
     last: Event,
+    /// The last pass that was captured: what waits for it is in that capture too.
+    last_captured: Event,
 }
 
 impl CudaProcess {
@@ -90,17 +100,20 @@ impl CudaProcess {
         let open = || -> kodkod_cuda::Result<_> {
             let device = Device::new(device)?;
             let uuid = device.uuid()?;
-            Ok((device, uuid, Event::new()?, Event::new()?))
+            Ok((device, uuid, [Event::new()?, Event::new()?, Event::new()?]))
         };
         let opened = open().map_err(Error::from);
         let (own, uuid) = (opened.as_ref().map(|_| 0), opened.as_ref().map_or("", |o| &o.1[..]));
         let facts = vec![("memory", source.name().to_owned())];
         let said = processes.agree("the choice of GPUs", own, uuid, &facts);
         let (_, said) = processes.settle(said)?;
-        let (device, uuid, before, last) = opened?;
+        let (device, uuid, [before, last, last_captured]) = opened?;
         let sharing = said.iter().filter(|&other| *other == uuid).count();
-        let state = Mutex::new(State { processes, memory: None, before, last });
-        Ok(CudaProcess { state, rank, ranks, sharing, wait_limit: options.wait_limit, device, source })
+        let (memory, outgrown) = (None, Vec::new());
+        let state = State { processes, memory, captured: false, outgrown, before, last, last_captured };
+        let state = Mutex::new(state);
+        let (wait_limit, bytes) = (options.wait_limit, Default::default());
+        Ok(CudaProcess { state, rank, ranks, sharing, wait_limit, device, source, bytes })
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -109,6 +122,16 @@ impl CudaProcess {
 
     pub(crate) fn ranks(&self) -> usize {
         self.ranks
+    }
+
+    pub(crate) fn memory(&self) -> (usize, usize) {
+        let [now, most] = &self.bytes;
+        (now.load(Ordering::Relaxed), most.load(Ordering::Relaxed))
+    }
+
+    fn count(&self, bytes: usize) {
+        let [now, most] = &self.bytes;
+        most.fetch_max(now.fetch_add(bytes, Ordering::Relaxed) + bytes, Ordering::Relaxed);
     }
 
     pub(crate) fn refuse(&self, why: Error) -> Error {
@@ -129,15 +152,20 @@ impl CudaProcess {
     fn finish(&self) -> Result<()> {
         self.call(|state| {
             self.wait(state)?;
-            let stall = state.memory.as_ref().map(|memory| memory.stall(self.wait_limit)).transpose();
-            match stall.map_err(|e| self.lost(state, &e))?.flatten() {
-                // That a rank is dead explains why another waited for it.
-                Some(stall) => state.processes.sound().and(Err(state.processes.stalled(&stall))),
-                None => {
-                    state.processes.pass_done();
-                    Ok(())
+            if state.captured || !state.outgrown.is_empty() {
+                // Graphs may have run in any stream.
+                state.processes.sound()?;
+                self.device.synchronize().map_err(|e| self.lost(state, &e))?;
+            }
+            for memory in state.memories() {
+                let stall = memory.stall(self.wait_limit).map_err(|e| self.lost(state, &e))?;
+                if let Some(stall) = stall {
+                    // That a rank is dead explains why another waited for it.
+                    return state.processes.sound().and(Err(state.processes.stalled(&stall)));
                 }
             }
+            state.processes.pass_done();
+            Ok(())
         })
     }
 
@@ -195,10 +223,14 @@ fn unreached(rank: usize, other: Option<usize>, why: &kodkod_cuda::Error) -> Str
 }
 
 impl State {
+    fn memories(&self) -> impl Iterator<Item = &SymmetricMemory> {
+        self.memory.iter().chain(&self.outgrown)
+    }
+
     /// Stops the kernels of this rank that wait, so that the GPU is idle.
     fn give_up(&self) {
         // Where even this fails there is nothing to stop.
-        let stopped = self.memory.as_ref().is_some_and(|memory| memory.abort().is_ok());
+        let stopped = self.memories().filter(|memory| memory.abort().is_ok()).count() > 0;
         let end = Instant::now() + GRACE;
         while stopped && matches!(self.last.is_done(), Ok(false)) && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(1));
@@ -211,9 +243,10 @@ impl Drop for CudaProcess {
         // The others need this rank until its passes have ended. What went wrong, a call has told or nobody asks.
         let _ = self.finish();
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some(memory) = state.memory.take() {
+        let memories = state.memory.take().into_iter().chain(state.outgrown.drain(..));
+        let own: Vec<_> = memories.map(SymmetricMemory::unmap).collect();
+        if !own.is_empty() {
             // Nobody's memory is freed while another has it mapped, unless that one takes too long.
-            let own = memory.unmap();
             state.processes.leave(GRACE);
             drop(own);
         }
@@ -224,8 +257,12 @@ impl Drop for CudaProcess {
 /// gradients that are on its GPU already; else as [`RankLayer`](crate::RankLayer). Its calls return when the work is
 /// queued. They run one after the other, whichever streams they are called with.
 ///
-/// All ranks make the same calls in the same order. A call waits on the host until all ranks have made it, so passes
-/// cannot be captured in a CUDA graph.
+/// All ranks make the same calls in the same order; a call waits on the host until all ranks have made it.
+///
+/// **CUDA graphs.** Where the stream is captured, so is the pass, on all ranks alike, with the sizes of a pass that ran before: nothing
+/// is allocated then. From then on the layer takes forwards of that capture alone. All ranks launch their graphs in the same order as
+/// their other passes, and in one stream, or streams that wait for each other; the kernels wait for those of the other ranks,
+/// for `wait_limit` at most, and [`DeviceRankLayer::finish`] tells of it.
 pub struct DeviceRankLayer {
     /// The last used first.
     held: Mutex<Vec<Held>>,
@@ -233,6 +270,9 @@ pub struct DeviceRankLayer {
     shape: Shape,
     knobs: Knobs,
     own_experts: Shape,
+    fused: bool,
+    /// The capture whose forwards alone it takes; 0: of none yet.
+    captured: AtomicU64,
 }
 
 /// Kernels and buffers for one split of tokens.
@@ -241,6 +281,15 @@ struct Held {
     layer: CudaLayer,
     /// The forward whose rows are in the buffers.
     forward: Option<u64>,
+    /// As the driver's count of free memory told.
+    bytes: usize,
+    group: Arc<CudaProcess>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.group.bytes[0].fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// Which forward a backward belongs to.
@@ -264,13 +313,27 @@ impl DeviceRankLayer {
     /// [`Error::Invalid`] where a size or a knob is not allowed on a GPU, the ranks do not divide the experts, or the group is
     /// not one of [`ExpertGroup::cuda_ipc`] or [`ExpertGroup::cuda_processes`].
     pub fn new(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
+        Self::build(group, shape, knobs, false)
+    }
+
+    /// The same, where an expert's gate and up lie together in this rank's weights and in their gradients, as in
+    /// [`CudaLayer::fused`]. The ranks need not have that alike.
+    ///
+    /// # Errors
+    /// As for [`DeviceRankLayer::new`].
+    pub fn fused(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
+        Self::build(group, shape, knobs, true)
+    }
+
+    fn build(group: &ExpertGroup, shape: Shape, knobs: Knobs, fused: bool) -> Result<Self> {
         let Machine::CudaProcess(group) = group.machine() else {
             let allowed = "one of ExpertGroup::cuda_ipc is needed";
             return Err(Error::invalid("group", "of another kind", allowed));
         };
         CudaLayer::defines(&shape, &knobs, &vec![0; group.ranks], Precision::F32)?;
         let own_experts = Shape { experts: experts_per_rank(&shape, group.ranks)?, ..shape.clone() };
-        Ok(DeviceRankLayer { held: Mutex::default(), group: group.clone(), shape, knobs, own_experts })
+        let (held, captured, group) = (Mutex::default(), AtomicU64::new(0), group.clone());
+        Ok(DeviceRankLayer { held, group, shape, knobs, own_experts, fused, captured })
     }
 
     /// The shape with this rank's experts alone: that of its weights and their gradients.
@@ -281,6 +344,11 @@ impl DeviceRankLayer {
     /// The GPU.
     pub fn device(&self) -> &Arc<Device> {
         &self.group.device
+    }
+
+    /// The number of the CUDA graph's capture that it belongs to, if it does ([`Stream::capture`]).
+    pub fn captured(&self) -> Option<u64> {
+        Some(self.captured.load(Ordering::Acquire)).filter(|&id| id != 0)
     }
 
     /// `step.y` for this rank's `step.x`, ids and router weights, after what is in `stream`, which goes on when it is done.
@@ -297,18 +365,28 @@ impl DeviceRankLayer {
         gradients: Precision,
         stream: &Stream,
     ) -> Result<DeviceContext> {
-        let own = self.check::<f32>(step, weights, None);
-        let facts = self.facts("forward".into(), gradients);
+        let own = self.check::<f32>(step, weights, None).and_then(|tokens| {
+            let capture = self.capture_of(stream)?;
+            match self.captured() {
+                Some(other) if other != capture => {
+                    let allowed = "the buffers are a CUDA graph's, and only forwards of its capture are";
+                    Err(Error::invalid("layer", "captured", allowed))
+                }
+                _ => Ok((tokens, capture)),
+            }
+        });
+        let facts = self.facts("forward".into(), gradients, &own);
         self.group.call(|state| {
             let mut all = lock(&self.held);
             let ready = self.ready(state, &mut all, "a forward", own.as_ref().copied(), &facts, gradients)?;
             let (held, forward) = (ready.held, ready.call);
+            let (tokens, capture) = own.map_err(Fault::Refused)?;
             held.forward = None;
-            self.launch(state, held, stream, "a forward", |held, memory| {
+            self.launch(state, held, stream, capture, "a forward", |held, memory| {
                 held.layer.forward_in(memory, step, weights)
             })?;
             held.forward = Some(forward);
-            Ok(DeviceContext { forward, tokens: own.map_err(Fault::Refused)? })
+            Ok(DeviceContext { forward, tokens })
         })
     }
 
@@ -331,21 +409,22 @@ impl DeviceRankLayer {
     ) -> Result<()> {
         let own =
             self.check(step, weights, Some(gradients)).and_then(|tokens| match tokens == context.tokens {
-                true => Ok(tokens),
+                true => Ok((tokens, self.capture_of(stream)?)),
                 false => {
                     let allowed = format!("the forward had {}", context.tokens);
                     Err(Error::invalid("tokens", tokens, allowed))
                 }
             });
-        let mut facts = self.facts(format!("backward of call {}", context.forward), G::PRECISION);
+        let mut facts = self.facts(format!("backward of call {}", context.forward), G::PRECISION, &own);
         facts.push(("accumulate", accumulate.to_string()));
         self.group.call(|state| {
             let mut all = lock(&self.held);
-            let own = own.as_ref().copied();
-            let ready = self.ready(state, &mut all, "a backward", own, &facts, G::PRECISION)?;
+            let ready =
+                self.ready(state, &mut all, "a backward", own.as_ref().copied(), &facts, G::PRECISION)?;
             let (held, again) = (ready.held, ready.forwards.iter().any(|f| *f != Some(context.forward)));
+            let (_, capture) = own.map_err(Fault::Refused)?;
             held.forward = None;
-            self.launch(state, held, stream, "a backward", |held, memory| {
+            self.launch(state, held, stream, capture, "a backward", |held, memory| {
                 if again {
                     held.layer.forward_in(memory, step, weights)?;
                 }
@@ -356,7 +435,7 @@ impl DeviceRankLayer {
         })
     }
 
-    /// Waits until the group's passes are done on this GPU, those of other layers too.
+    /// Waits until the group's passes are done on this GPU, those of other layers too, and the GPU's graphs.
     ///
     /// # Errors
     /// [`Error::Machine`] that names a rank which died or left, or why a GPU failed; [`Error::Stalled`] where a rank waited
@@ -372,13 +451,20 @@ impl DeviceRankLayer {
         gradients: Option<&DeviceGradients<G>>,
     ) -> Result<usize> {
         let tokens = step.ids.len() / self.shape.top_k;
-        check_part(&self.own_experts, tokens, false, step, weights, gradients)?;
+        check_part(&self.own_experts, tokens, self.fused, step, weights, gradients)?;
         Ok(tokens)
     }
 
-    fn facts(&self, pass: String, gradients: Precision) -> Facts {
+    /// The capture that a stream records into, or 0.
+    fn capture_of(&self, stream: &Stream) -> Result<u64> {
+        self.group.device.make_current()?;
+        Ok(stream.capture()?.unwrap_or(0))
+    }
+
+    fn facts(&self, pass: String, gradients: Precision, own: &Result<(usize, u64)>) -> Facts {
         let mut facts = facts("CUDA", pass, Precision::Bf16, &self.shape, &self.knobs);
         facts.push(("gradients", gradients.to_string()));
+        facts.push(("capture in a CUDA graph", own.as_ref().is_ok_and(|own| own.1 != 0).to_string()));
         facts
     }
 
@@ -388,7 +474,7 @@ impl DeviceRankLayer {
         state: &mut State,
         all: &'a mut Vec<Held>,
         what: &str,
-        own: Result<usize, &Error>,
+        own: Result<(usize, u64), &Error>,
         facts: &Facts,
         gradients: Precision,
     ) -> Result<Ready<'a>, Fault> {
@@ -397,7 +483,7 @@ impl DeviceRankLayer {
         let of_type = |held: &&Held| held.layer.gradients() == gradients;
         let name = |held: &Held| format!("{}:{}", split(&held.tokens), held.forward.unwrap_or(0));
         let has = all.iter().filter(of_type).map(name).collect::<Vec<_>>().join(";");
-        let (tokens, have) = state.processes.agree(what, own, &has, facts)?;
+        let (tokens, have) = state.processes.agree(what, own.map(|own| own.0), &has, facts)?;
         let call = state.processes.calls();
         let wanted = split(&tokens);
         let forwards: Vec<_> = have
@@ -409,9 +495,19 @@ impl DeviceRankLayer {
             .collect();
         let bytes = SymmetricMemory::bytes_for(&self.shape, &self.knobs, &tokens, gradients);
         let bytes = bytes.map_err(|e| Fault::Refused(e.into()))?;
+        // All ranks are in a capture, or none is.
+        let captured = own.is_ok_and(|own| own.1 != 0);
         if forwards.iter().any(Option::is_none) || state.memory.as_ref().is_none_or(|m| m.bytes() < bytes) {
+            if captured {
+                return Err(Fault::Refused(Error::Machine(
+                    "a CUDA graph is captured, and memory cannot be allocated for a pass of this size: run the same passes once \
+                     before the capture, on all ranks"
+                        .into(),
+                )));
+            }
             self.make_room(state, all, &tokens, gradients, bytes)?;
         }
+        state.captured |= captured;
         match all.iter().position(|held| held.tokens == tokens && of_type(&held)) {
             Some(at) => all[..=at].rotate_right(1),
             None => return Err(state.processes.fail("internal error: no buffers for a call")),
@@ -433,11 +529,15 @@ impl DeviceRankLayer {
         group.wait(state)?;
         group.device.synchronize().map_err(|e| group.lost(state, &e))?;
         let grows = state.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes);
-        if grows {
-            let old = state.memory.take().map(SymmetricMemory::unmap);
+        if grows && state.captured {
+            state.captured = false;
+            state.outgrown.extend(state.memory.take());
+        } else if grows {
+            let old = state.memory.take().map(|old| (old.bytes(), old.unmap()));
             // Before any rank frees what others had mapped.
             state.processes.meet(1, "the growth of symmetric memory")?;
-            drop(old);
+            let freed = old.map_or(0, |old| old.0);
+            group.bytes[0].fetch_sub(freed, Ordering::Relaxed);
         }
         let made = self.make(all, tokens, gradients, grows.then_some(bytes));
         let text = made.as_ref().map(|made| made.1.as_str());
@@ -448,6 +548,7 @@ impl DeviceRankLayer {
             return Err(group.unreached(state, other, &why));
         }
         state.processes.meet(1, MAPPING)?;
+        group.count(memory.bytes());
         state.memory = Some(memory);
         Ok(())
     }
@@ -466,10 +567,16 @@ impl DeviceRankLayer {
             all.retain(|held| held.tokens != tokens);
             all.truncate(MOST_HELD - 1);
             let place = [group.rank, group.sharing];
+            let (device, shape, knobs) = (&group.device, &self.shape, &self.knobs);
+            device.make_current()?;
+            let (free, _) = free_and_total()?;
             let mut layer =
-                CudaLayer::of_process(&group.device, place, &self.shape, &self.knobs, tokens, gradients)?;
+                CudaLayer::of_process(device, place, shape, knobs, tokens, gradients, self.fused)?;
             layer.set_wait_limit(group.wait_limit);
-            all.insert(0, Held { tokens: tokens.to_vec(), layer, forward: None });
+            let bytes = free.saturating_sub(free_and_total()?.0);
+            group.count(bytes);
+            let group = self.group.clone();
+            all.insert(0, Held { tokens: tokens.to_vec(), layer, forward: None, bytes, group });
         }
         let Some(bytes) = bytes else { return Ok((None, String::new())) };
         let bytes = bytes.next_multiple_of(STEP);
@@ -478,12 +585,14 @@ impl DeviceRankLayer {
         Ok((Some(memory), exported))
     }
 
-    /// Queues a pass after what is in a stream, and after the pass before it.
+    /// Queues a pass after what is in a stream, and after the pass before it. In a `capture`, which is 0 where there is none, it is
+    /// recorded after what is in the stream alone.
     fn launch(
         &self,
         state: &mut State,
         held: &mut Held,
         stream: &Stream,
+        capture: u64,
         name: &'static str,
         work: impl FnOnce(&mut Held, &SymmetricMemory) -> kodkod_cuda::Result<()>,
     ) -> Result<(), Fault> {
@@ -495,10 +604,21 @@ impl DeviceRankLayer {
             self.group.device.make_current()?;
             state.before.record(stream)?;
             held.layer.stream().wait(&state.before)?;
-            held.layer.stream().wait(&state.last)?;
-            work(held, memory)?;
-            state.last.record(held.layer.stream())?;
-            stream.wait(&state.last)
+            let end = match capture {
+                0 => {
+                    held.layer.stream().wait(&state.last)?;
+                    &state.last
+                }
+                _ => {
+                    let _ = self.captured.compare_exchange(0, capture, Ordering::AcqRel, Ordering::Relaxed);
+                    &state.last_captured
+                }
+            };
+            let outcome = work(held, memory);
+            // Also after an error: a capture must end in the stream that it began in.
+            end.record(held.layer.stream())?;
+            stream.wait(end)?;
+            outcome
         };
         queue().map_err(|e: kodkod_cuda::Error| self.group.lost(state, &e))
     }

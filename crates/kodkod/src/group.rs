@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kodkod_core::{Error, Result};
 use kodkod_cpu::{CpuGroup, CpuOptions, ProcessGroup};
+use kodkod_cuda::driver::Device;
 use kodkod_cuda::{CudaIpc, PeerMemory};
 
 use crate::Isa;
@@ -161,6 +162,14 @@ impl ExpertGroup {
         }
     }
 
+    /// The GPU of this rank, in a group of processes with a GPU each.
+    pub fn device(&self) -> Option<&Arc<Device>> {
+        match &self.machine {
+            Machine::CudaProcess(group) => Some(&group.device),
+            _ => None,
+        }
+    }
+
     /// In a group of processes, in place of a call that this rank cannot make, for a reason that its caller has found: every
     /// rank's call returns an error that gives the reason, and none waits for this one. Returns `why`, or why the group is
     /// broken. In other groups nobody waits, and it returns `why`.
@@ -206,12 +215,14 @@ impl ExpertGroup {
     }
 
     /// Bytes of symmetric memory that the group and its contexts hold now, and the most they ever held; in a group of
-    /// processes, those of this rank and the shared file. Not counted on a GPU, where each layer holds its own: 0.
+    /// processes, those of this rank and the shared file, or of its GPU, with what its layers hold there, as the driver's count of
+    /// free memory tells. Not counted for other groups on GPUs, where each layer holds its own: 0.
     pub fn memory(&self) -> (usize, usize) {
         match &self.machine {
             Machine::Cpu(cpu) => cpu.memory(),
             Machine::Processes(group) => group.memory(),
-            Machine::Cuda(_) | Machine::CudaProcess(_) => (0, 0),
+            Machine::CudaProcess(group) => group.memory(),
+            Machine::Cuda(_) => (0, 0),
         }
     }
 

@@ -141,7 +141,12 @@ pub(super) fn jobs(quick: bool) -> Vec<Job> {
     both(&mut jobs, "accumulate into zeros", accumulate_zeros, accumulate_zeros);
     both(&mut jobs, "accumulate into a caller's numbers", accumulate, accumulate);
     both(&mut jobs, BF16_GRADIENTS, bf16_gradients, bf16_gradients);
-    jobs.push(Job::new("case-14 identical call 100 times", Some(Precision::Bf16), hundred));
+    let several = matches!(DEVICE.get(), Some(Device::Cuda(gpus)) if gpus.len() > 1);
+    let identical = match several {
+        true => "case-14 identical call 100 times, and 500 between GPUs",
+        false => "case-14 identical call 100 times",
+    };
+    jobs.push(Job::new(identical, Some(Precision::Bf16), hundred));
     if on_gpu() {
         jobs.push(Job::new("bits: replays of a CUDA graph", Some(Precision::Bf16), gpu::graphs));
     }
@@ -441,7 +446,8 @@ pub(super) fn large(run: bool) -> Vec<Job> {
         }
         const TOKENS: usize = 2050;
         const LAST: usize = 3;
-        let shape = Shape::new(1 << 20, 8, 2, 1);
+        // 64: the least on a GPU.
+        let shape = Shape::new(1 << 20, if on_gpu() { 64 } else { 8 }, 2, 1);
         let mut r = Random::new(13);
         let small = cases::step(shape, (0..LAST).map(|t| t as i64 % 2).collect(), &mut r).convert::<bf16>();
         let small = Step { dy: None, ..small };
