@@ -21,11 +21,14 @@ LIMIT = 150.0
 """Seconds that processes may take, kernels compiled."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
+with_both = pytest.mark.parametrize("memory", ["symmetric", "ipc"])
 
 
-def run(what: str, folder: Path) -> None:
+def run(what: str, folder: Path, *arguments: str) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=be_rank, args=(rank, what, folder), daemon=True) for rank in range(RANKS)]
+    processes = [
+        context.Process(target=be_rank, args=(rank, what, folder, *arguments), daemon=True) for rank in range(RANKS)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -38,7 +41,8 @@ def run(what: str, folder: Path) -> None:
     assert codes == [0] * RANKS, f"the processes ended with {codes}: None is one that hangs"
 
 
-def be_rank(rank: int, what: str, folder: Path) -> None:
+def be_rank(rank: int, what: str, folder: Path, *arguments: str) -> None:
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # not used, and not every host can
     out = os.open(folder / f"rank {rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -46,7 +50,7 @@ def be_rank(rank: int, what: str, folder: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     code = 0
     try:
-        globals()[f"rank_{what}"](rank, folder)
+        globals()[f"rank_{what}"](rank, folder, *arguments)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -87,9 +91,21 @@ def upstream(tokens: slice) -> torch.Tensor:
     return dy[tokens].cuda()
 
 
-def rank_same_bits(rank: int, folder: Path) -> None:
-    group = kodkod.ExpertGroup.processes(device="cuda")
+def joined(memory: str, **options) -> kodkod.ExpertGroup:
+    group = kodkod.ExpertGroup.processes(device="cuda", memory=memory, **options)
     print(group, flush=True)
+    assert {"symmetric": "torch's symmetric memory", "ipc": "CUDA IPC"}[memory] in repr(group)
+    return group
+
+
+def many(rank: int) -> Step:
+    """So many tokens that symmetric memory grows, one more on rank 1."""
+    step = whole(2, tokens=20 * TOKENS + 1)
+    return part(step, rank, slice(0, 20 * TOKENS + rank))
+
+
+def rank_same_bits(rank: int, folder: Path, memory: str) -> None:
+    group = joined(memory)
     assert (group.rank, group.ranks, group.device) == (rank, RANKS, torch.device("cuda", rank))
     steps = [part(whole(seed), rank) for seed in range(2)]
     ys = [step.kodkod(group=group) for step in steps]  # two forwards before their backwards
@@ -100,7 +116,13 @@ def rank_same_bits(rank: int, folder: Path) -> None:
             bits_equal(first, gradients(step, step.kodkod(group=group), dy))
         with torch.no_grad():
             bits_equal({"y": first["y"]}, {"y": step.kodkod(group=group)})
+    before = group.memory()[0]
+    with torch.no_grad():
+        many(rank).kodkod(group=group)  # more symmetric memory, in place of what there was
+    print("bytes", before, group.memory(), flush=True)
+    assert group.memory()[0] > before
     for step, first in zip(steps, got, strict=True):
+        bits_equal(first, gradients(step, step.kodkod(group=group), dy))
         held = [*step.weights, *step.biases, *step.shared]
         for tensor in held:
             tensor.main_grad = torch.zeros(tensor.shape, device="cuda")
@@ -119,8 +141,9 @@ def rank_same_bits(rank: int, folder: Path) -> None:
     torch.save([{k: v.cpu() for k, v in g.items()} for g in got], folder / f"got {rank}")
 
 
-def test_the_bits_of_one_gpu(tmp_path):
-    run("same_bits", tmp_path)
+@with_both
+def test_the_bits_of_one_gpu(tmp_path, memory):
+    run("same_bits", tmp_path, memory)
     parts = [torch.load(tmp_path / f"got {rank}") for rank in range(RANKS)]
     for seed in range(2):
         step = whole(seed).to(torch.bfloat16, device="cuda")
@@ -135,9 +158,9 @@ def test_the_bits_of_one_gpu(tmp_path):
                 bits_equal({name: want[name]}, {name: torch.cat([got[name] for got in mine])})
 
 
-def rank_graphs(rank: int, folder: Path) -> None:
+def rank_graphs(rank: int, folder: Path, memory: str) -> None:
     """Graphs of forward and backward, replayed on other rows and routes, among passes outside of them."""
-    group = kodkod.ExpertGroup.processes(device="cuda", timeout=30.0)
+    group = joined(memory, timeout=30.0)
     static, dy = part(whole(), rank), upstream(tokens_of(rank))
     fresh = torch.cuda.CUDAGraph()
     message = "run the same passes once before the capture"
@@ -173,12 +196,8 @@ def rank_graphs(rank: int, folder: Path) -> None:
     bits_equal(gradients(again, again.kodkod(group=group), dy), late)
     kodkod.cuda.check()
     before = group.memory()[0]
-    large = whole(2, tokens=40 * TOKENS)
-    large.x = large.x[: 20 * TOKENS + rank]
-    large.ids, large.topk_weights = large.ids[: len(large.x)], large.topk_weights[: len(large.x)]
-    large = part(large, rank, slice(None))
     with torch.no_grad():
-        large.kodkod(group=group)  # more symmetric memory, while the graph keeps what it has
+        many(rank).kodkod(group=group)  # more symmetric memory, while the graph keeps what it has
     print("bytes", before, group.memory(), flush=True)
     assert group.memory()[0] > before
     replays()
@@ -188,8 +207,9 @@ def rank_graphs(rank: int, folder: Path) -> None:
     bits_equal(late, gradients(again, again.kodkod(group=group), dy))
 
 
-def test_graphs(tmp_path):
-    run("graphs", tmp_path)
+@with_both
+def test_graphs(tmp_path, memory):
+    run("graphs", tmp_path, memory)
 
 
 class Net(torch.nn.Module):
@@ -256,8 +276,8 @@ def refused(kind: type[Exception], message: str, call) -> None:
     print(error.value, flush=True)
 
 
-def rank_refused(rank: int, folder: Path) -> None:
-    group = kodkod.ExpertGroup.processes(device="cuda", timeout=20.0)
+def rank_refused(rank: int, folder: Path, memory: str) -> None:
+    group = joined(memory, timeout=20.0)
     good = part(whole(), rank)
     want = gradients(good, good.kodkod(group=group), upstream(tokens_of(rank)))
 
@@ -284,5 +304,6 @@ def cpu_call(step: Step, group: kodkod.ExpertGroup) -> None:
     cpu.kodkod(group=group)
 
 
-def test_what_is_refused_on_every_rank(tmp_path):
-    run("refused", tmp_path)
+@with_both
+def test_what_is_refused_on_every_rank(tmp_path, memory):
+    run("refused", tmp_path, memory)

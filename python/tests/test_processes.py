@@ -14,9 +14,11 @@ import pickle
 import re
 import signal
 import sys
+import time
 import traceback
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from reference import Step, bits_equal, everything, gradients, make, random_ids
 
 import kodkod
 from kodkod import _group
+from kodkod._symmetric import SymmetricMemory
 
 EXPERTS = 8
 LIMIT = 240.0
@@ -257,7 +260,12 @@ REFUSED = [
 
 
 def rank_refused(rank: int, ranks: int) -> None:
-    for options, message in (({"threads": -1}, "threads is -1"), ({"timeout": 0}, "timeout is 0")):
+    for options, message in (
+        ({"threads": -1}, "threads is -1"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"memory": "nccl"}, "memory is 'nccl': 'symmetric', 'ipc' and None are allowed"),
+        ({"memory": "ipc"}, "memory is 'ipc': only ranks on GPUs have the choice, and device is cpu"),
+    ):
         others = f"ExpertGroup.processes of rank 1 is refused: {message}"
         with pytest.raises(ValueError, match=message if rank == 1 else others):
             kodkod.ExpertGroup.processes(**(options if rank == 1 else {}))
@@ -388,6 +396,81 @@ def rank_hosts(rank: int, ranks: int) -> None:
 
 def test_hosts_and_meshes(tmp_path):
     run(4, "hosts", tmp_path)
+
+
+def rank_symmetric(rank: int, ranks: int) -> None:
+    """What ranks on GPUs would take, where they all have symmetric memory and where one has none."""
+    made: list[SymmetricMemory | None] = []
+
+    def choose(memory: str | None) -> str:
+        kodkod.ExpertGroup.processes(device="cuda", timeout=5.0, memory=memory)
+        return "ipc" if made[-1] is None else "symmetric"
+
+    def refused(kind: type[Exception], message: str, memory: str | None) -> None:
+        with pytest.raises(kind, match=message) as error:
+            choose(memory)
+        print(f"rank {rank}: {error.value}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "init", lambda: None)
+        patch.setattr(torch.cuda, "current_device", lambda: rank)
+        patch.setattr(_group._kodkod, "group_cuda", lambda *arguments: made.append(arguments[-1]) or 0)
+        if torch.cuda.device_count() == 0:
+            assert choose(None) == "ipc"  # as it really is
+            refused(RuntimeError, "rank 0 has no symmetric memory of torch: .", "symmetric")
+
+        patch.setattr(SymmetricMemory, "problem", lambda _: None)
+        patch.setattr(SymmetricMemory, "trial", lambda _: None)
+        assert [choose(memory) for memory in (None, "symmetric", "ipc")] == ["symmetric", "symmetric", "ipc"]
+        allowed = "rank 0 has symmetric, and all must have the same"
+        refused(ValueError, f"memory of rank 1 is ipc: {allowed}", "ipc" if rank == 1 else "symmetric")
+        for step in ("trial", "problem"):
+            patch.setattr(SymmetricMemory, step, lambda _, step=step: f"no {step}" if rank == 1 else None)
+            assert [choose(memory) for memory in (None, "ipc")] == ["ipc", "ipc"]
+            refused(RuntimeError, f"rank 1 has no symmetric memory of torch: no {step}", "symmetric")
+        patch.setattr(SymmetricMemory, "problem", lambda _: None)
+        patch.setattr(_group, "meeting_place", lambda: ("/tmp", rank))
+        assert choose(None) == "ipc"
+        refused(RuntimeError, "rank 1 has no symmetric memory of torch: torch meets in /tmp on rank 0", "symmetric")
+
+
+def test_who_has_symmetric_memory(tmp_path):
+    run(2, "symmetric", tmp_path)
+
+
+def rank_rendezvous(rank: int, ranks: int) -> None:
+    """A rank that does not come is waited for no longer than the limit, and the store is as it was."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    before = store.timeout
+
+    def meet(tensor: torch.Tensor, group: str) -> object:
+        store.set(f"{len(tensor)} {rank}", "here")
+        addresses = [store.get(f"{len(tensor)} {other}") and other for other in range(ranks)]
+        return SimpleNamespace(buffer_ptrs=addresses)
+
+    memory = SymmetricMemory(None, 0, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        patch.setattr(symm_mem, "rendezvous", meet)
+        assert memory.rendezvous(torch.zeros(1))[1] == [0, 1]
+        start = time.monotonic()
+        if rank == 0:
+            memory._first = torch.zeros(2)
+            why = memory.trial()
+            print(f"rank 0: {why}")
+            assert why is not None
+            assert 0.5 < time.monotonic() - start < 10
+        patch.setattr(symm_mem, "rendezvous", lambda *_: None)
+        with pytest.raises(RuntimeError, match="torch does not know the tensor"):
+            memory.rendezvous(torch.zeros(1))
+    assert store.timeout == before
+
+
+def test_a_rendezvous_has_a_limit(tmp_path):
+    run(2, "rendezvous", tmp_path)
 
 
 def rank_module(rank: int, ranks: int) -> None:
