@@ -1,5 +1,5 @@
-"""One MoE layer over processes with a GPU each, from PyTorch: kodkod, in a CUDA graph too, and `bench/torch_moe_ranks.py`,
-NCCL's all-to-all with torch._grouped_mm.
+"""One MoE layer over processes with a GPU each, from PyTorch: kodkod, in a CUDA graph too, and NCCL's all-to-all with
+torch._grouped_mm (`bench/torch_moe_ranks.py`).
 
 torchrun --nproc-per-node 2 bench/ranks.py
 torchrun --nproc-per-node 2 bench/ranks.py --shape olmoe-1b-7b --tokens 4096
@@ -58,9 +58,8 @@ def main():
     group = kodkod.ExpertGroup.processes(timeout=60.0)
     torch.manual_seed(1 + dist.get_rank())
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
-    say(
-        f"{torch.cuda.get_device_name()} x {group.ranks}, torch {torch.__version__}, {args.tokens} tokens a GPU; {group}"
-    )
+    gpu = torch.cuda.get_device_name()
+    say(f"{gpu} x {group.ranks}, torch {torch.__version__}, {args.tokens} tokens a GPU; {group}")
     say(f"{'shape':18} {'pass':8} {'torch ms':>9} {'kodkod ms':>9} {'in a graph':>10} {'faster by':>9}")
     for name in args.shape.split(","):
         shape = peer.parse_shape(name)
