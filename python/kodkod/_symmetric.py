@@ -43,7 +43,7 @@ class SymmetricMemory:
             if backend != "CUDA":
                 # NVSHMEM and NCCL allocate collectively: a rank that has no memory would leave the others waiting.
                 return f"its backend is {backend}, and CUDA is needed (TORCH_SYMMMEM, set_backend)"
-            with _limited(self._group, self._limit):
+            with _limited(self._group, self._limit):  # the process group has a store
                 self._first, _ = self.allocate(1)
         except Exception as error:
             return _line(error)
