@@ -258,7 +258,7 @@ def main(argv=None):
             )
         if repeats:
             # All else in the model must be deterministic too, which makes it slower.
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)
             attention = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # others stay non-deterministic
             with sdpa_kernel(attention):
                 one, two = (train(name, "kodkod", args, device, bar)["losses"] for _ in range(2))
