@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"need
 with_both = pytest.mark.parametrize("memory", ["symmetric", "ipc"])
 
 
-def run(what: str, folder: Path, *arguments: str) -> None:
+def run(what: str, folder: Path, *arguments: str, codes: Sequence[int] = (0,) * RANKS) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=be_rank, args=(rank, what, folder, *arguments), daemon=True) for rank in range(RANKS)
@@ -33,12 +36,12 @@ def run(what: str, folder: Path, *arguments: str) -> None:
         process.start()
     for process in processes:
         process.join(LIMIT)
-    codes = [process.exitcode for process in processes]
+    ended = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
     for rank in range(RANKS):
         print(f"--- rank {rank}\n{(folder / f'rank {rank}').read_text()}")
-    assert codes == [0] * RANKS, f"the processes ended with {codes}: None is one that hangs"
+    assert ended == list(codes), f"the processes ended with {ended}: None is one that hangs"
 
 
 def be_rank(rank: int, what: str, folder: Path, *arguments: str) -> None:
@@ -268,6 +271,29 @@ def rank_data_parallel(rank: int, folder: Path) -> None:
 
 def test_the_rest_of_the_model_in_ddp_and_fsdp2(tmp_path):
     run("data_parallel", tmp_path)
+
+
+def rank_dies(rank: int, folder: Path, memory: str) -> None:
+    group = joined(memory, timeout=30.0)
+    step, dy = part(whole(), rank), upstream(tokens_of(rank))
+    gradients(step, step.kodkod(group=group), dy)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) has died") as error:
+        for _ in range(100):
+            gradients(step, step.kodkod(group=group), dy)
+        kodkod.cuda.check()
+    print(f"{error.value}: after {time.monotonic() - begin:.2f} s", flush=True)
+    assert time.monotonic() - begin < 10
+    with pytest.raises(RuntimeError, match="is broken"):
+        step.kodkod(group=group)
+    os._exit(0)  # nothing waits for torch's own group
+
+
+@with_both
+def test_a_rank_that_dies_is_named(tmp_path, memory):
+    run("dies", tmp_path, memory, codes=[0, -signal.SIGKILL])
 
 
 def refused(kind: type[Exception], message: str, call) -> None:
