@@ -82,19 +82,20 @@ def test_what_it_writes(run):
     assert [len(line.get("points").split()) for line in curves] == [STEPS, 3]
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_two_processes(run, tmp_path, expert_parallel):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
-    # The balancing loss is not linear in the batch: its mean over two halves is not that of the whole.
+@pytest.mark.parametrize(("processes", "expert_parallel"), [(2, False), (2, True), (4, True)])
+def test_torchrun(run, tmp_path, processes, expert_parallel):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command.append(str(EXAMPLE))
+    # The balancing loss is not linear in the batch: its mean over parts is not that of the whole.
     options = ("--experts", "kodkod", "--precision", "f32", "--balance", "0")
     command += [*TINY, *options, *["--expert-parallel"][: int(expert_parallel)], "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["processes"] == 2
+    assert metrics["processes"] == processes
     assert metrics["parameters"] == run(*options)["parameters"]
     differences = [abs(a - b) for a, b in zip(metrics["losses"], run(*options)["losses"], strict=True)]
-    print(f"two processes: largest difference {max(differences):.1e}")
+    print(f"{processes} processes: largest difference {max(differences):.1e}")
     assert max(differences) < 1e-4
 
 
