@@ -265,6 +265,11 @@ fn forward_holds_in_every_interleaving() {
 #[test]
 fn backward_holds_in_every_interleaving() {
     search(Pass::Backward, false, 1, None, None);
+}
+
+/// Apart from the search through all, so that the two run side by side.
+#[test]
+fn backward_holds_with_more_preemptions() {
     deeper(Pass::Backward, false);
     deeper(Pass::Backward, true);
 }
