@@ -326,10 +326,9 @@ impl Call {
         stream.wait(&work.begin)?;
         let outcome = passes(&work.layer);
         // Also after an error: a capture must end in the stream that it began in.
-        work.end.record(stream)?;
-        self.stream.wait(&work.end)?;
+        let joined = work.end.record(stream).and_then(|()| self.stream.wait(&work.end));
         work.unchecked = true;
-        outcome?;
+        outcome.and(joined)?;
         if self.checked && self.capture == NONE {
             work.unchecked = false;
             work.layer.finish()?;

@@ -230,24 +230,36 @@ pub(crate) fn cuda_rank_backward(
     run(py, || work().map_err(refused))
 }
 
-/// Waits for all passes of groups of processes, and says which failed.
+/// Waits for all passes of groups of processes, and says which failed first. Slots of a broken group are given up, unless a
+/// forward holds them: no call can use them, and its error is told once.
 pub(crate) fn finish() -> Result<()> {
-    let slots = lock(&SLOTS).clone();
-    slots.iter().try_for_each(|slot| slot.layer.finish())
+    let mut outcome = Ok(());
+    let mut slots = lock(&SLOTS);
+    let broken = |slot: &mut Arc<Slot>| {
+        let finished = slot.layer.finish();
+        let broken = finished.is_err();
+        outcome = std::mem::replace(&mut outcome, Ok(())).and(finished);
+        broken && !slot.leased.load(Ordering::Acquire)
+    };
+    for slot in slots.extract_if(.., broken) {
+        slot.layer.device().make_current()?;
+    }
+    drop(slots);
+    outcome
 }
 
 /// Frees the slots on a GPU that no forward holds; with `captured` also those of CUDA graphs.
 pub(crate) fn trim(device: usize, captured: bool) -> Result<()> {
     let mut slots = lock(&SLOTS);
-    let spare = |slot: &Slot| {
+    let spare = |slot: &mut Arc<Slot>| {
         slot.layer.device().ordinal() == device
             && !slot.leased.load(Ordering::Acquire)
             && (captured || slot.layer.captured().is_none())
     };
-    for slot in slots.iter().filter(|slot| spare(slot)) {
-        slot.layer.finish()?;
+    for slot in slots.extract_if(.., spare) {
+        // Of a group that is broken the kernels have been stopped; its next call says why.
+        let _ = slot.layer.finish();
         slot.layer.device().make_current()?;
     }
-    slots.retain(|slot| !spare(slot));
     Ok(())
 }

@@ -73,6 +73,8 @@ struct State {
     memory: Option<SymmetricMemory>,
     /// Passes of CUDA graphs use it.
     captured: bool,
+    /// The capture that had the last captured pass.
+    capture: u64,
     /// What became too small, and graphs use.
     outgrown: Vec<SymmetricMemory>,
     /// What a caller's stream had before the last pass.
@@ -110,7 +112,8 @@ impl CudaProcess {
         let (device, uuid, [before, last, last_captured]) = opened?;
         let sharing = said.iter().filter(|&other| *other == uuid).count();
         let (memory, outgrown) = (None, Vec::new());
-        let state = State { processes, memory, captured: false, outgrown, before, last, last_captured };
+        let (captured, capture) = (false, 0);
+        let state = State { processes, memory, captured, capture, outgrown, before, last, last_captured };
         let state = Mutex::new(state);
         let (wait_limit, bytes) = (options.wait_limit, Default::default());
         Ok(CudaProcess { state, rank, ranks, sharing, wait_limit, device, source, bytes })
@@ -152,16 +155,21 @@ impl CudaProcess {
     fn finish(&self) -> Result<()> {
         self.call(|state| {
             self.wait(state)?;
-            if state.captured || !state.outgrown.is_empty() {
-                // Graphs may have run in any stream.
+            let graphs = state.captured || !state.outgrown.is_empty();
+            if graphs {
+                // They may have run in any stream.
                 state.processes.sound()?;
                 self.device.synchronize().map_err(|e| self.lost(state, &e))?;
             }
             for memory in state.memories() {
                 let stall = memory.stall(self.wait_limit).map_err(|e| self.lost(state, &e))?;
                 if let Some(stall) = stall {
-                    // That a rank is dead explains why another waited for it.
-                    return state.processes.sound().and(Err(state.processes.stalled(&stall)));
+                    // That a rank is dead explains why another waited for it. No rank counts the passes of graphs.
+                    let sound = match graphs {
+                        true => state.processes.all_live("a pass of a CUDA graph was done"),
+                        false => state.processes.sound(),
+                    };
+                    return sound.and(Err(state.processes.stalled(&stall)));
                 }
             }
             state.processes.pass_done();
@@ -541,7 +549,13 @@ impl DeviceRankLayer {
         }
         let made = self.make(all, tokens, gradients, grows.then_some(bytes));
         let text = made.as_ref().map(|made| made.1.as_str());
-        let said = state.processes.exchange("the growth of symmetric memory", text)?;
+        let said = state.processes.exchange("the growth of symmetric memory", text);
+        if said.is_err() && state.memory.is_none() {
+            // What graphs use is still there.
+            state.memory = state.outgrown.pop();
+            state.captured = state.memory.is_some();
+        }
+        let said = said?;
         let (memory, _) = made.map_err(Fault::Refused)?;
         let Some(mut memory) = memory else { return Ok(()) };
         if let Err((other, why)) = memory.map(&said) {
@@ -563,6 +577,10 @@ impl DeviceRankLayer {
     ) -> Result<(Option<SymmetricMemory>, String)> {
         let group = &*self.group;
         if !all.iter().any(|held| held.tokens == tokens && held.layer.gradients() == gradients) {
+            if self.captured().is_some() {
+                let allowed = "its buffers are a CUDA graph's, and no others can take their place";
+                return Err(Error::invalid("layer", "captured", allowed));
+            }
             // Of a split of tokens only one is held.
             all.retain(|held| held.tokens != tokens);
             all.truncate(MOST_HELD - 1);
@@ -585,8 +603,8 @@ impl DeviceRankLayer {
         Ok((Some(memory), exported))
     }
 
-    /// Queues a pass after what is in a stream, and after the pass before it. In a `capture`, which is 0 where there is none, it is
-    /// recorded after what is in the stream alone.
+    /// Queues a pass after what is in a stream, and after the pass before it. In a `capture`, which is 0 where there is none, that is
+    /// the one before it in the capture.
     fn launch(
         &self,
         state: &mut State,
@@ -610,17 +628,22 @@ impl DeviceRankLayer {
                     &state.last
                 }
                 _ => {
+                    if state.capture == capture {
+                        held.layer.stream().wait(&state.last_captured)?;
+                    }
                     let _ = self.captured.compare_exchange(0, capture, Ordering::AcqRel, Ordering::Relaxed);
                     &state.last_captured
                 }
             };
             let outcome = work(held, memory);
             // Also after an error: a capture must end in the stream that it began in.
-            end.record(held.layer.stream())?;
-            stream.wait(end)?;
-            outcome
+            outcome.and(end.record(held.layer.stream()).and_then(|()| stream.wait(end)))
         };
-        queue().map_err(|e: kodkod_cuda::Error| self.group.lost(state, &e))
+        queue().map_err(|e: kodkod_cuda::Error| self.group.lost(state, &e))?;
+        if capture != 0 {
+            state.capture = capture;
+        }
+        Ok(())
     }
 }
 

@@ -115,18 +115,34 @@ impl Processes {
         also: &str,
         facts: &Facts,
     ) -> Result<(Vec<usize>, Vec<String>), Fault> {
+        let notes = self.announce(what, own, also, facts);
+        // Its own reason is of more use to a caller than another's.
+        let notes = match own {
+            Err(error) => return Err(Fault::Refused(error.clone())),
+            Ok(_) => notes?,
+        };
+        Self::agreed(&notes)
+    }
+
+    /// Says what this rank's call is, and hears what the others' are.
+    fn announce(
+        &mut self,
+        what: &str,
+        own: Result<usize, &Error>,
+        also: &str,
+        facts: &Facts,
+    ) -> Result<Vec<String>, Broken> {
         self.calls += 1;
         let mut note = match own {
             Ok(tokens) => format!("tokens\t{tokens}\t{also}"),
             Err(error) => format!("refused\t{}", error.to_string().replace(['\t', '\n'], " ")),
         };
         facts.iter().for_each(|(name, value)| note += &format!("\n{name}\t{value}"));
-        let notes = self.link.announce(self.calls, what, &note);
-        // Its own reason is of more use to a caller than another's.
-        let notes = match own {
-            Err(error) => return Err(Fault::Refused(error.clone())),
-            Ok(_) => notes?,
-        };
+        self.link.announce(self.calls, what, &note)
+    }
+
+    /// The tokens of all ranks, and what each says beside, or the first refusal.
+    fn agreed(notes: &[String]) -> Result<(Vec<usize>, Vec<String>), Fault> {
         let (mut tokens, mut others_say) = (Vec::new(), Vec::new());
         for (rank, note) in notes.iter().enumerate() {
             let (kind, rest) = note.split_once('\t').unwrap_or_default();
@@ -159,11 +175,11 @@ impl Processes {
         Ok((tokens, others_say))
     }
 
-    /// Gives each rank's text, without tabs and newlines, to all; or, where a rank has an error instead, refuses the call on
-    /// all.
+    /// Gives each rank's text, without tabs and newlines, to all; or, where ranks have an error instead, refuses the call on
+    /// all, for the reason of the first of them: what callers do about it is the same on every rank.
     pub fn exchange(&mut self, what: &str, own: Result<&str, &Error>) -> Result<Vec<String>, Fault> {
-        let said = self.agree(what, own.map(|_| 0), own.unwrap_or_default(), &vec![])?;
-        Ok(said.1)
+        let notes = self.announce(what, own.map(|_| 0), own.unwrap_or_default(), &vec![])?;
+        Ok(Self::agreed(&notes)?.1)
     }
 
     /// This rank's call cannot be made, for a reason that its caller has found: takes the place of the call, so that every

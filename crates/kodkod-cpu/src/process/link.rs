@@ -383,7 +383,7 @@ impl Link {
         }))
     }
 
-    /// What each rank that has not finished the pass was at, in its own words where it still speaks.
+    /// What each rank that has not finished the pass, or gave it up, was at, in its own words where it still speaks.
     fn stalls(&self) -> Vec<Stall> {
         let end = Instant::now() + (self.limit / 2).clamp(TICK, 25 * TICK);
         let said = |rank: usize| {
@@ -417,8 +417,10 @@ impl Link {
                 waited_ms: self.limit.as_millis() as u64,
             }
         };
-        let unfinished: Vec<_> = (0..self.ranks).filter(|&rank| !self.passed(rank)).collect();
-        let said: Vec<_> = unfinished.into_iter().map(|rank| (rank, said(rank))).collect();
+        // A rank may give up what it had finished: a CUDA graph runs its pass again.
+        let gave_up = |rank: usize| self.control.words(rank).gave_up.load(Ordering::Acquire) == self.pass;
+        let concerned: Vec<_> = (0..self.ranks).filter(|&rank| !self.passed(rank) || gave_up(rank)).collect();
+        let said: Vec<_> = concerned.into_iter().map(|rank| (rank, said(rank))).collect();
         said.into_iter()
             .filter(|(rank, stall)| stall.is_some() || !self.passed(*rank))
             .map(|(rank, stall)| stall.unwrap_or_else(|| silent(rank)))
