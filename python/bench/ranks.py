@@ -2,7 +2,7 @@
 torch._grouped_mm (`bench/torch_moe_ranks.py`).
 
 torchrun --nproc-per-node 2 bench/ranks.py
-torchrun --nproc-per-node 2 bench/ranks.py --shape olmoe-1b-7b --tokens 4096
+torchrun --nproc-per-node 2 bench/ranks.py --shape olmoe-1b-7b --memory ipc
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b,kimi-slice", help="names, or HxIxExK")
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--memory", choices=("symmetric", "ipc"), help="of the ranks: see kodkod.ExpertGroup.processes")
     parser.add_argument("--repeat", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3)
     args = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("no LOCAL_RANK: torchrun starts it, as above")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    group = kodkod.ExpertGroup.processes(timeout=60.0)
+    group = kodkod.ExpertGroup.processes(timeout=60.0, memory=args.memory)
     torch.manual_seed(1 + dist.get_rank())
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     gpu = torch.cuda.get_device_name()

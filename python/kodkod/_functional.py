@@ -95,8 +95,8 @@ def moe(
         topk_weights: [..., K], any floating dtype; computed with in float32.
         w_gate: [E, I, H], or a sequence of E tensors [I, H]; where ``w_up`` is None, [E, 2I, H] or [2I, H] each, the
             rows of gate before those of up.
-        w_up: as ``w_gate``, or None. Tensors of all experts are used as they lie, those of gate and up in one on a GPU
-            without a group; else those and sequences are copied.
+        w_up: as ``w_gate``, or None. Tensors of all experts are used as they lie, those of gate and up in one on a GPU;
+            on the CPU those, and sequences, are copied.
         w_down: [E, H, I], or a sequence of E tensors [H, I].
         biases: of the routed experts.
         shared: the shared experts.
@@ -264,10 +264,14 @@ def _checked(x, topk_ids, topk_weights, routed, biases, shared, options):
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: a torch.Tensor is needed")
+    if value.layout != torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise TypeError(f"{name} is {layout}: a tensor of layout torch.strided is needed")
 
 
 def _tensors(name: str, value: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     if isinstance(value, Tensor):
+        _check_tensor(name, value)
         return (value,)
     if not isinstance(value, (Sequence, torch.nn.ParameterList)) or isinstance(value, str):
         raise TypeError(f"{name} is a {type(value).__name__}: a torch.Tensor or a sequence of them is needed")

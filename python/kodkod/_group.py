@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import socket
 import uuid
 from collections.abc import Sequence
@@ -120,8 +122,8 @@ class ExpertGroup:
         if kind == "cpu":
             number = _kodkod.group_processes(rank, ranks, name, threads, float(timeout))
             return cls(number, None, torch.device("cpu"))
-        # Others reach this process's memory until their passes, and so its own, have ended.
-        atexit.register(_kodkod.cuda_check)
+        atexit.unregister(_finish)
+        atexit.register(_finish, os.getpid())
         number = _kodkod.group_cuda(rank, ranks, name, index, float(timeout), symmetric)
         return cls(number, None, torch.device("cuda", index))
 
@@ -161,6 +163,9 @@ class ExpertGroup:
             raise TypeError("a group of processes cannot be pickled: its ranks are these processes")
         return _virtual, self._virtual
 
+    def __copy__(self) -> ExpertGroup:
+        return self
+
     def __deepcopy__(self, memo: object) -> ExpertGroup:
         return self
 
@@ -176,6 +181,13 @@ class ExpertGroup:
         return f"ExpertGroup({own}{ranks} ranks, {description})"
 
 
+def _finish(process: int) -> None:
+    """Others reach this process's memory until their passes, and so its own, have ended."""
+    if os.getpid() == process:
+        with contextlib.suppress(Exception):  # told before, or nobody asks any more
+            _kodkod.cuda_check()
+
+
 def _virtual(ranks: int, threads: int) -> ExpertGroup:
     return ExpertGroup.cpu(ranks, threads=threads)
 
@@ -183,8 +195,8 @@ def _virtual(ranks: int, threads: int) -> ExpertGroup:
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}: an int is needed")
-    if value < 0:
-        raise ValueError(f"{name} is {value}: it cannot be negative")
+    if not 0 <= value < 2**63:
+        raise ValueError(f"{name} is {value}: 0 or more are needed, and less than 2**63")
 
 
 class _Said(NamedTuple):
@@ -242,8 +254,8 @@ def _problem(device: object, threads: object, timeout: object, memory: object) -
             raise ValueError(f"threads is {threads}: 0 to {_MOST_THREADS} are allowed")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout is {timeout!r}: a number of seconds is needed")
-        if not 0 < timeout < 1e9:
-            raise ValueError(f"timeout is {timeout}: a positive number of seconds is needed")
+        if not 1e-3 <= timeout < 1e9:
+            raise ValueError(f"timeout is {timeout}: 0.001 seconds or more are needed, and less than 1e9")
         if memory is not None and memory not in ("symmetric", "ipc"):
             raise ValueError(f"memory is {memory!r}: 'symmetric', 'ipc' and None are allowed")
         if memory is not None and kind == "cpu":

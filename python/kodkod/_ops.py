@@ -260,11 +260,17 @@ def _check_operator(x, ids, topk_weights, weights, parts, dy, sums) -> None:
         raise ValueError("weights: [E, I, H] and [E, H, I], or matrices of them, are needed")
 
 
-def _check_derivatives(x: Tensor, topk_weights: Tensor, weights: Sequence[Tensor]) -> None:
+def _not_there(plan: Plan, what: str) -> NotImplementedError:
+    error = NotImplementedError(what)
+    _refuse(plan.group, error)
+    return error
+
+
+def _check_derivatives(plan: Plan, x: Tensor, topk_weights: Tensor, weights: Sequence[Tensor]) -> None:
     """A forward-mode tangent would be lost without a word."""
     for tensor in (x, topk_weights, *weights):
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError("kodkod.moe has no forward-mode derivative: a backward gives its gradients")
+            raise _not_there(plan, "kodkod.moe has no forward-mode derivative: a backward gives its gradients")
 
 
 def _through_operators(x: Tensor) -> bool:
@@ -292,8 +298,12 @@ class _Moe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, *_):
-        x, ids, topk_weights, context, *weights = ctx.saved_tensors
         plan, main_grads = ctx.plan, ctx.main_grads
+        try:
+            x, ids, topk_weights, context, *weights = ctx.saved_tensors
+        except Exception as error:  # one was changed in place, or a hook fails
+            _refuse(plan.group, error)
+            raise
         if dy is None and _kodkod.group_rank(plan.group) is None:
             return (None,) * (6 + len(weights))
         # Where one weight has a main_grad all are summed in float32, and those without are rounded here.
@@ -356,12 +366,12 @@ def run(
     )
     if _through_operators(x):
         if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
-            _check_derivatives(x, topk_weights, weights)
+            _check_derivatives(plan, x, topk_weights, weights)
         return _operator(plan, x, ids, topk_weights, weights, main_grads, keep)[0]
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError("kodkod.moe in a transform of torch.func: autograd gives its gradients")
+        raise _not_there(plan, "kodkod.moe in a transform of torch.func: autograd gives its gradients")
     if forward_ad._current_level >= 0:
-        _check_derivatives(x, topk_weights, weights)
+        _check_derivatives(plan, x, topk_weights, weights)
     if keep:
         return _Moe.apply(True, plan, main_grads, x, ids, topk_weights, *weights)
     return _forward(plan, x, ids, topk_weights, weights, False, False)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -107,18 +108,22 @@ def meeting_place() -> tuple[object, ...]:
         return (str(error),)
 
 
+_limits = threading.Lock()
+
+
 @contextlib.contextmanager
 def _limited(group: Any, seconds: float) -> Iterator[None]:
-    """With the store of a process group waiting no longer than that."""
+    """With the store of a process group, which other groups may have too, waiting no longer than that."""
     from torch.distributed import distributed_c10d as c10d
 
     store: Any = c10d._get_process_group_store(c10d._resolve_process_group(group))
-    before = store.timeout
-    store.set_timeout(min(before, timedelta(seconds=seconds)))
-    try:
-        yield
-    finally:
-        store.set_timeout(before)
+    with _limits:  # so that each thread sees the store's own limit
+        before = store.timeout
+        store.set_timeout(min(before, timedelta(seconds=seconds)))
+        try:
+            yield
+        finally:
+            store.set_timeout(before)
 
 
 def _line(error: Exception) -> str:

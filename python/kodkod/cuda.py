@@ -69,8 +69,8 @@ def set_memory_limit(limit: int | None, device: torch.device | str | int | None 
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
         raise TypeError(f"limit is {limit!r}: an int or None is needed")
-    if limit is not None and limit < 0:
-        raise ValueError(f"limit is {limit}: it cannot be negative")
+    if limit is not None and not 0 <= limit < 2**63:
+        raise ValueError(f"limit is {limit}: 0 or more are needed, and less than 2**63")
     _kodkod.cuda_limit(_ordinal(device), limit)
 
 
@@ -85,6 +85,8 @@ def trim(device: torch.device | str | int | None = None, *, captured: bool = Fal
 
 def _ordinal(device: torch.device | str | int | None) -> int:
     if isinstance(device, int) and not isinstance(device, bool):
+        if device < 0:
+            raise ValueError(f"device is {device}: it cannot be negative")
         return device
     if device is not None:
         device = torch.device(device)

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use kodkod::cuda::driver::Device;
-use kodkod::cuda::{self, PeerAllocation, PeerMemory};
+use kodkod::cuda::{self, PeerAllocation, PeerAllocator};
 use pyo3::prelude::*;
 
 /// An object of Python's that is left where the interpreter is gone, or about to be.
@@ -61,7 +61,7 @@ fn text(error: &PyErr) -> String {
     if line.contains("out of memory") { "out of memory".into() } else { line.into() }
 }
 
-impl PeerMemory for TorchMemory {
+impl PeerAllocator for TorchMemory {
     fn name(&self) -> &str {
         "torch's symmetric memory"
     }

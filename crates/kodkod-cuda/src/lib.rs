@@ -20,7 +20,7 @@ pub mod trace;
 pub use error::{Error, Result};
 pub use layer::{CudaLayer, Hang, MOST_RANKS, Replay, Stamp};
 pub use memory::STAMPS;
-pub use symmetric::{CudaIpc, PeerAllocation, PeerMemory, SymmetricMemory};
+pub use symmetric::{CudaIpc, PeerAllocation, PeerAllocator, SymmetricMemory};
 pub use tensors::{
     DeviceGradients, DeviceStep, DeviceWeights, Part, check_part, new_gradients, read_gradients,
 };

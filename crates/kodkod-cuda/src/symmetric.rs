@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Reached, Room, Sizes, Words};
 
 /// Where the memory comes from that ranks which are processes reach of each other.
-pub trait PeerMemory: Debug + Send + Sync {
+pub trait PeerAllocator: Debug + Send + Sync {
     /// In a few words, the same on all ranks of a group: `CUDA IPC`.
     fn name(&self) -> &str;
 
@@ -70,7 +70,7 @@ struct IpcAllocation {
     device: Arc<Device>,
 }
 
-impl PeerMemory for CudaIpc {
+impl PeerAllocator for CudaIpc {
     fn name(&self) -> &str {
         "CUDA IPC"
     }
@@ -81,7 +81,8 @@ impl PeerMemory for CudaIpc {
     }
 }
 
-// SAFETY: the driver's own allocations, which its words say are mapped.
+// SAFETY: `own` has as many bytes on `device`, and the driver aligns it to 256 bytes; it and what is opened of the others' live
+// as long as the driver's handles in `own` and `others`.
 unsafe impl PeerAllocation for IpcAllocation {
     fn address(&self) -> u64 {
         self.own.address()
@@ -174,7 +175,7 @@ impl SymmetricMemory {
 
     /// Allocates the memory of `rank` of `ranks`; the others' are not mapped yet.
     pub fn new(
-        memory: &dyn PeerMemory,
+        memory: &dyn PeerAllocator,
         device: &Arc<Device>,
         rank: usize,
         ranks: usize,

@@ -1,6 +1,6 @@
 //! Ranks that are processes with a GPU each. On the host they meet, agree and fail together in a shared file, as the CPU's do
 //! (`kodkod_cpu::Processes`); on the GPUs their kernels reach each other's memory, which CUDA IPC maps, or the caller's code
-//! (`PeerMemory`).
+//! (`PeerAllocator`).
 //!
 //! ```text
 //! agree      each rank says what its call is, and which buffers it has; all see the same
@@ -23,7 +23,7 @@ use kodkod_cpu::{Facts, Fault, Processes, facts};
 use kodkod_cuda::caller::free_and_total;
 use kodkod_cuda::driver::{Device, Event, Stream};
 use kodkod_cuda::{
-    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, MOST_RANKS, PeerMemory, SymmetricMemory,
+    CudaLayer, DeviceGradients, DeviceStep, DeviceWeights, MOST_RANKS, PeerAllocator, SymmetricMemory,
     check_part, new_gradients,
 };
 
@@ -62,7 +62,7 @@ pub(crate) struct CudaProcess {
     wait_limit: Duration,
     pub(crate) device: Arc<Device>,
     /// Where symmetric memory comes from.
-    pub(crate) source: Arc<dyn PeerMemory>,
+    pub(crate) source: Arc<dyn PeerAllocator>,
     /// Bytes of this GPU that the group holds, and the most it held.
     bytes: [AtomicUsize; 2],
 }
@@ -92,7 +92,7 @@ impl CudaProcess {
         name: &str,
         device: usize,
         options: &CudaOptions,
-        source: Arc<dyn PeerMemory>,
+        source: Arc<dyn PeerAllocator>,
     ) -> Result<Self> {
         if ranks == 0 || ranks > MOST_RANKS {
             return Err(Error::invalid("ranks", ranks, format!("1 to {MOST_RANKS} are allowed on GPUs")));

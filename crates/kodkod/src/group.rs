@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kodkod_core::{Error, Result};
 use kodkod_cpu::{CpuGroup, CpuOptions, ProcessGroup};
 use kodkod_cuda::driver::Device;
-use kodkod_cuda::{CudaIpc, PeerMemory};
+use kodkod_cuda::{CudaIpc, PeerAllocator};
 
 use crate::Isa;
 use crate::cuda_layer::CudaGroup;
@@ -137,7 +137,7 @@ impl ExpertGroup {
         name: &str,
         device: usize,
         options: CudaOptions,
-        memory: impl PeerMemory + 'static,
+        memory: impl PeerAllocator + 'static,
     ) -> Result<Self> {
         let group = CudaProcess::join(rank, ranks, name, device, &options, Arc::new(memory))?;
         Ok(ExpertGroup { machine: Machine::CudaProcess(Arc::new(group)) })
