@@ -215,6 +215,35 @@ def test_graphs(tmp_path, memory):
     run("graphs", tmp_path, memory)
 
 
+def rank_stalls(rank: int, folder: Path) -> None:
+    """Rank 1 does not run its graph."""
+    static, dy = part(whole(), rank), upstream(tokens_of(rank))
+    gradients(static, static.kodkod(group=joined("ipc")), dy)  # compiles, which may take longer than the limit below
+    group = joined("ipc", timeout=2.0)
+    for _ in range(2):
+        gradients(static, static.kodkod(group=group), dy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients(static, static.kodkod(group=group), dy)
+    graph.replay()
+    kodkod.cuda.check()
+    if rank == 0:
+        graph.replay()
+    else:
+        time.sleep(5)
+    with pytest.raises(kodkod.StalledError, match="rank 0") as error:
+        kodkod.cuda.check()
+    print(error.value, flush=True)
+    with pytest.raises(RuntimeError, match="is broken"):
+        static.kodkod(group=group)
+    kodkod.cuda.check()  # told once
+
+
+def test_a_graph_that_a_rank_does_not_run(tmp_path):
+    run("stalls", tmp_path)
+
+
 class Net(torch.nn.Module):
     """A block between two layers, the same in every process but for the experts that it holds."""
 

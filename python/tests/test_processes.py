@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import Step, bits_equal, everything, gradients, make, random_ids
+from torch.autograd import forward_ad
 
 import kodkod
 from kodkod import _group
@@ -216,6 +217,7 @@ def rank_autograd(rank: int, ranks: int) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
     assert copy.deepcopy(group) is group
+    assert copy.copy(group) is group
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(group)
 
@@ -263,6 +265,7 @@ def rank_refused(rank: int, ranks: int) -> None:
     for options, message in (
         ({"threads": -1}, "threads is -1"),
         ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": 1e-12}, "timeout is 1e-12: 0.001 seconds or more"),
         ({"memory": "nccl"}, "memory is 'nccl': 'symmetric', 'ipc' and None are allowed"),
         ({"memory": "ipc"}, "memory is 'ipc': only ranks on GPUs have the choice, and device is cpu"),
     ):
@@ -318,6 +321,23 @@ def rank_refused(rank: int, ranks: int) -> None:
     y = part.kodkod(group=group)
     with pytest.raises(ValueError, match="main_grad of two weights is one tensor"):
         y.sum().backward()
+
+    # What fails before a rank's call, in a backward and in a forward.
+    part = own(step, rank, ranks, at).to(torch.float32)
+    y = part.kodkod(group=group)
+    if rank == 1:
+        with torch.no_grad():
+            part.weights[0].zero_()
+    with pytest.raises((RuntimeError, ValueError), match="modified by an inplace operation"):
+        y.sum().backward()
+    part = own(step, rank, ranks, at)
+    with forward_ad.dual_level():
+        if rank == 1:
+            part.x = forward_ad.make_dual(part.x, torch.ones_like(part.x))
+        with pytest.raises((NotImplementedError, ValueError), match="no forward-mode derivative"):
+            part.kodkod(group=group)
+    want, got = want_and_got(step, torch.float32, group, at)
+    bits_equal(got, want)
 
     # No memory for results, in a forward and in a backward.
     part = own(step, rank, ranks, at).to(torch.float32)

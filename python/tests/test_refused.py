@@ -53,6 +53,8 @@ REFUSED = [
     # types and dtypes
     ({"x": [1.0]}, TypeError, "x is a list: a torch.Tensor"),
     ({"topk_ids": None}, TypeError, "topk_ids is a NoneType"),
+    ({"x": zeros(6, 16).to_sparse()}, TypeError, "x is torch.sparse_coo: a tensor of layout torch.strided"),
+    ({"w_down": zeros(4, 16, 8).to_sparse()}, TypeError, "w_down is torch.sparse_coo"),
     ({"w_gate": 3}, TypeError, "w_gate is a int"),
     ({"w_down": [zeros(16, 8), 7]}, TypeError, r"w_down\[1\] is a int"),
     ({"x": zeros(6, 16, dtype=torch.float64)}, TypeError, "x is torch.float64: torch.bfloat16 or torch.float32"),
