@@ -319,7 +319,7 @@ impl DeviceRankLayer {
     ///
     /// # Errors
     /// [`Error::Invalid`] where a size or a knob is not allowed on a GPU, the ranks do not divide the experts, or the group is
-    /// not one of [`ExpertGroup::cuda_ipc`] or [`ExpertGroup::cuda_processes`].
+    /// not one of [`ExpertGroup::cuda_ipc`] or [`ExpertGroup::cuda_processes`]; [`Error::Machine`] where it is broken.
     pub fn new(group: &ExpertGroup, shape: Shape, knobs: Knobs) -> Result<Self> {
         Self::build(group, shape, knobs, false)
     }
@@ -338,6 +338,7 @@ impl DeviceRankLayer {
             let allowed = "one of ExpertGroup::cuda_ipc is needed";
             return Err(Error::invalid("group", "of another kind", allowed));
         };
+        lock(&group.state).processes.usable()?;
         CudaLayer::defines(&shape, &knobs, &vec![0; group.ranks], Precision::F32)?;
         let own_experts = Shape { experts: experts_per_rank(&shape, group.ranks)?, ..shape.clone() };
         let (held, captured, group) = (Mutex::default(), AtomicU64::new(0), group.clone());
