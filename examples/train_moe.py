@@ -206,6 +206,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             os.environ.get("LOCAL_WORLD_SIZE", "1")
         )
         args.device = "cuda" if torch.cuda.is_available() and enough else "cpu"
+    elif args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here; auto or cpu is needed")
     if args.device == "cuda" and args.experts == "kodkod" and args.precision != "bf16":
         parser.error(
             f"--precision {args.precision} with --device cuda: kodkod computes in bf16 on a GPU"

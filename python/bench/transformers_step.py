@@ -75,6 +75,9 @@ def arguments(argv):
     args = parser.parse_args(argv)
     if args.steps <= WARMUP:
         parser.error(f"--steps is {args.steps}: more than {WARMUP} are needed")
+    most = min(MODELS[name]["num_experts"] // MODELS[name]["num_experts_per_tok"] for name in args.models)
+    if not 1 <= args.scale <= most:
+        parser.error(f"--scale is {args.scale}: 1 to {most} are allowed, so that a token has its experts")
     return args
 
 

@@ -73,8 +73,8 @@ class ExpertGroup:
             device: ``"cpu"``; or this rank's GPU, where ``"cuda"`` is the current one. By default a GPU where the
                 process group has NCCL for GPUs.
             threads: worker threads of this rank on the CPU; 0 is its share of the cores.
-            timeout: seconds that a rank waits for one that does not come to a call, or not on with it. A process that
-                has ended is found out at once.
+            timeout: seconds that a rank waits for one that does not come to a call, or not on with it. Once the group
+                is made, a process that has ended is found out at once.
             memory: what ranks on GPUs reach of each other. ``"symmetric"`` is torch's symmetric memory, of its backend
                 CUDA, which needs ``process_group`` for as long as calls are made; ``"ipc"`` is CUDA IPC. By default the
                 first, or the second where a trial finds that a rank has none: the group's ``repr`` says which. While

@@ -109,6 +109,7 @@ def test_help_and_refused_options(capsys):
         (["--top-k", "9"], "--top-k is 9: at most --experts-count, 8, is needed"),
         (["--hidden", "60"], "--hidden is 60: a multiple of 8 is needed"),
         (["--steps", "0"], "--steps is 0: 1 or more is needed"),
+        *[(["--device", "cuda"], "--device cuda: torch finds no GPU here")] * (not torch.cuda.is_available()),
         (["--expert-parallel", "--experts", "torch"], "--expert-parallel with --experts torch: kodkod is needed"),
     ):
         with pytest.raises(SystemExit, match="2"):
