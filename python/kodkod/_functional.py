@@ -96,7 +96,7 @@ def moe(
         w_gate: [E, I, H], or a sequence of E tensors [I, H]; where ``w_up`` is None, [E, 2I, H] or [2I, H] each, the
             rows of gate before those of up.
         w_up: as ``w_gate``, or None. Tensors of all experts are used as they lie, those of gate and up in one on a GPU;
-            on the CPU those, and sequences, are copied.
+            sequences are copied, and on the CPU those in one too.
         w_down: [E, H, I], or a sequence of E tensors [H, I].
         biases: of the routed experts.
         shared: the shared experts.
@@ -121,7 +121,8 @@ def moe(
         RuntimeError: a process of the group has ended, or did not come; the message names its rank.
 
     In a group of processes an error is raised on every rank: where another rank's argument is the cause, a ValueError
-    names the rank, the argument and the value.
+    names the rank, the argument and the value. In compiled code torch itself looks first whether a saved tensor was
+    changed in place: that error is this process's alone.
     """
     routed = (w_gate, w_up, w_down)
     options = (activation, limit, alpha, group, knobs, precision)
@@ -153,7 +154,7 @@ def moe(
 # rest here.
 _plans: dict[tuple, _ops.Plan] = {}
 _MOST_PLANS = 1024
-_kind = operator.attrgetter("shape", "dtype", "device")
+_kind = operator.attrgetter("shape", "dtype", "device", "layout")
 
 
 def _known(x, topk_ids, topk_weights, routed, biases, shared, options):
@@ -170,7 +171,7 @@ def _known(x, topk_ids, topk_weights, routed, biases, shared, options):
         kinds = map(_kind, (x, topk_ids, topk_weights, *weights))
         key = (*kinds, routed[1] is None, biases is None, shared is None, options)
         return _plans.get(key), key, weights
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         return None, None, weights  # a sequence of weights, or something that is refused
 
 
@@ -200,7 +201,10 @@ def _main_grads(weights: Sequence[Tensor]) -> _ops.MainGrads | None:
 def refuse(group: ExpertGroup | None, error: Exception) -> None:
     """Tells the other processes of a group that this one cannot make its call, and why."""
     if isinstance(group, ExpertGroup) and group.of_processes:
-        _refuse(group._number, str(error))
+        if torch.compiler.is_compiling():
+            _refuse(group._number, str(error))
+        else:
+            _ops._refuse(group._number, error)
 
 
 @torch.compiler.assume_constant_result  # so that a compiler calls it while it looks at the arguments

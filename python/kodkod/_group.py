@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import socket
 import uuid
@@ -184,8 +183,7 @@ class ExpertGroup:
 def _finish(process: int) -> None:
     """Others reach this process's memory until their passes, and so its own, have ended."""
     if os.getpid() == process:
-        with contextlib.suppress(Exception):  # told before, or nobody asks any more
-            _kodkod.cuda_check()
+        _kodkod.cuda_check()
 
 
 def _virtual(ranks: int, threads: int) -> ExpertGroup:

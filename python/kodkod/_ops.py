@@ -135,9 +135,16 @@ def _scatter(given: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     return tensors
 
 
+def _told(group: int, error: Exception) -> bool:
+    """Whether the other processes of a group know of the error: from now on they do."""
+    known = getattr(error, "_kodkod_told", ())
+    error._kodkod_told = (*known, group)
+    return group in known
+
+
 def _refuse(group: int, error: Exception) -> None:
-    """The other processes of a group may wait for this one's call: they get the reason as an error."""
-    if group:
+    """The other processes of a group may wait for this one's call: they get the reason as an error, once."""
+    if group and not _told(group, error):
         _kodkod.group_refuse(group, str(error))
 
 
@@ -155,10 +162,14 @@ def _forward(
     except Exception as error:
         _refuse(plan.group, error)
         raise
-    if plan.gpu:
-        capsule = _gpu.forward(plan.group, x, plan.config, inputs, y.data_ptr(), keep, sums)
-    else:
-        capsule = _kodkod.forward(plan.config, inputs, y.data_ptr(), keep)
+    try:
+        if plan.gpu:
+            capsule = _gpu.forward(plan.group, x, plan.config, inputs, y.data_ptr(), keep, sums)
+        else:
+            capsule = _kodkod.forward(plan.config, inputs, y.data_ptr(), keep)
+    except Exception as error:
+        _told(plan.group, error)  # a layer's backward may meet it again, where a checkpoint calls this in one
+        raise
     if capsule is None:
         return y, torch.empty(0, dtype=torch.int64)
     return y, torch.utils.dlpack.from_dlpack(capsule)
@@ -205,10 +216,14 @@ def _backward(
         plan.f32 or len(sums) > 0,
         len(sums) > 0,
     )
-    if plan.gpu:
-        _gpu.backward(plan.group, x, *arguments)
-    else:
-        _kodkod.backward(*arguments)
+    try:
+        if plan.gpu:
+            _gpu.backward(plan.group, x, *arguments)
+        else:
+            _kodkod.backward(*arguments)
+    except Exception as error:
+        _told(plan.group, error)
+        raise
     results = gradients if plan.whole else _scatter(gradients, plan)
     for total, result in zip(sums, results, strict=False):
         if result is not total:

@@ -302,6 +302,8 @@ class MoE(nn.Module):
         hidden = self.w_down.shape[1]
         if not isinstance(x, Tensor):
             error: Exception = TypeError(f"x is a {type(x).__name__}: a torch.Tensor is needed")
+        elif x.is_nested:
+            error = TypeError("x is nested: a tensor of layout torch.strided is needed")
         elif x.dim() == 0 or x.shape[-1] != hidden:
             error = ValueError(f"x has shape {list(x.shape)}: expected [..., H] with H = {hidden}")
         elif x.device != self.w_down.device:

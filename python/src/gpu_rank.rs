@@ -26,6 +26,8 @@ struct Slot {
     size: Size,
     layer: DeviceRankLayer,
     leased: AtomicBool,
+    /// That its group is broken.
+    told: AtomicBool,
 }
 
 /// What a slot was made for.
@@ -158,7 +160,7 @@ fn acquire(size: Size, group: &ExpertGroup, capture: Option<u64>) -> Result<Leas
     }
     let new = if size.fused { DeviceRankLayer::fused } else { DeviceRankLayer::new };
     let layer = new(group, size.shape.clone(), size.knobs)?;
-    let slot = Arc::new(Slot { size, layer, leased: AtomicBool::new(true) });
+    let slot = Arc::new(Slot { size, layer, leased: AtomicBool::new(true), told: AtomicBool::new(false) });
     slots.push(slot.clone());
     Ok(Lease(slot))
 }
@@ -230,21 +232,16 @@ pub(crate) fn cuda_rank_backward(
     run(py, || work().map_err(refused))
 }
 
-/// Waits for all passes of groups of processes, and says which failed first. Slots of a broken group are given up, unless a
-/// forward holds them: no call can use them, and its error is told once.
+/// Waits for all passes of groups of processes, and says which failed first. What failed is told once: no call can use the
+/// slots of a broken group.
 pub(crate) fn finish() -> Result<()> {
+    let slots = lock(&SLOTS).clone();
     let mut outcome = Ok(());
-    let mut slots = lock(&SLOTS);
-    let broken = |slot: &mut Arc<Slot>| {
+    for slot in slots.iter().filter(|slot| !slot.told.load(Ordering::Acquire)) {
         let finished = slot.layer.finish();
-        let broken = finished.is_err();
-        outcome = std::mem::replace(&mut outcome, Ok(())).and(finished);
-        broken && !slot.leased.load(Ordering::Acquire)
-    };
-    for slot in slots.extract_if(.., broken) {
-        slot.layer.device().make_current()?;
+        slot.told.store(finished.is_err(), Ordering::Release);
+        outcome = outcome.and(finished);
     }
-    drop(slots);
     outcome
 }
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from reference import Step, bits_equal, everything, gradients, make, random_ids
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import kodkod
 from kodkod import _group
@@ -330,6 +331,21 @@ def rank_refused(rank: int, ranks: int) -> None:
             part.weights[0].zero_()
     with pytest.raises((RuntimeError, ValueError), match="modified by an inplace operation"):
         y.sum().backward()
+    part, fails = own(step, rank, ranks, at), []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise RuntimeError("nothing left for a norm")
+        part.x = x
+        return part.kodkod(group=group)
+
+    # A checkpoint makes the forward's call in the backward, which hears of what rank 1 said: once.
+    y = checkpoint(block, part.x.detach().requires_grad_(), use_reentrant=False)
+    fails += [rank] * (rank == 1)
+    with pytest.raises((RuntimeError, ValueError), match="nothing left for a norm"):
+        y.sum().backward()
+    want, got = want_and_got(step, torch.float32, group, at)
+    bits_equal(got, want)
     part = own(step, rank, ranks, at)
     with forward_ad.dual_level():
         if rank == 1:

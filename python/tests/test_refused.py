@@ -122,6 +122,17 @@ def test_refused(changes, kind, message):
     print(error.value)
 
 
+def test_layouts_are_looked_at_in_known_calls():
+    call()
+    call()
+    for changes, message in (({"x": zeros(6, 16).to_sparse()}, "x is torch.sparse_coo"),):
+        with pytest.raises(TypeError, match=message):
+            call(**changes)
+    nested = torch.nested.nested_tensor([zeros(3, 16), zeros(2, 16)])
+    with pytest.raises(TypeError, match="x is nested"):
+        call(x=nested)
+
+
 @pytest.mark.parametrize("lists", [False, True])
 def test_weights_that_share_a_main_grad(lists):
     weights = [zeros(4, 8, 16).requires_grad_() for _ in range(2)]

@@ -25,6 +25,9 @@ pub struct Processes {
     broken: Option<String>,
 }
 
+/// What a rank's note begins with that refuses a call.
+const REFUSED: &str = "refused";
+
 /// How a call fails.
 pub enum Fault {
     /// On every rank alike, before anything was computed: the group goes on.
@@ -135,7 +138,7 @@ impl Processes {
         self.calls += 1;
         let mut note = match own {
             Ok(tokens) => format!("tokens\t{tokens}\t{also}"),
-            Err(error) => format!("refused\t{}", error.to_string().replace(['\t', '\n'], " ")),
+            Err(error) => format!("{REFUSED}\t{}", error.to_string().replace(['\t', '\n'], " ")),
         };
         facts.iter().for_each(|(name, value)| note += &format!("\n{name}\t{value}"));
         self.link.announce(self.calls, what, &note)
@@ -147,7 +150,7 @@ impl Processes {
         for (rank, note) in notes.iter().enumerate() {
             let (kind, rest) = note.split_once('\t').unwrap_or_default();
             let rest = rest.split('\n').next().unwrap_or_default();
-            if kind == "refused" {
+            if kind == REFUSED {
                 let argument = format!("the call of rank {rank}");
                 return Err(Fault::Refused(Error::invalid(argument, "refused", rest)));
             }
@@ -179,7 +182,13 @@ impl Processes {
     /// all, for the reason of the first of them: what callers do about it is the same on every rank.
     pub fn exchange(&mut self, what: &str, own: Result<&str, &Error>) -> Result<Vec<String>, Fault> {
         let notes = self.announce(what, own.map(|_| 0), own.unwrap_or_default(), &vec![])?;
-        Ok(Self::agreed(&notes)?.1)
+        match (Self::agreed(&notes), own) {
+            // In its own words.
+            (Err(_), Err(error)) if notes[..self.rank].iter().all(|note| !note.starts_with(REFUSED)) => {
+                Err(Fault::Refused(error.clone()))
+            }
+            (agreed, _) => Ok(agreed?.1),
+        }
     }
 
     /// This rank's call cannot be made, for a reason that its caller has found: takes the place of the call, so that every

@@ -418,7 +418,9 @@ impl Link {
             }
         };
         // A rank may give up what it had finished: a CUDA graph runs its pass again.
-        let gave_up = |rank: usize| self.control.words(rank).gave_up.load(Ordering::Acquire) == self.pass;
+        let gave_up = |rank: usize| {
+            self.pass > 0 && self.control.words(rank).gave_up.load(Ordering::Acquire) == self.pass
+        };
         let concerned: Vec<_> = (0..self.ranks).filter(|&rank| !self.passed(rank) || gave_up(rank)).collect();
         let said: Vec<_> = concerned.into_iter().map(|rank| (rank, said(rank))).collect();
         said.into_iter()
