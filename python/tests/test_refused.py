@@ -126,7 +126,7 @@ def test_refused(changes, kind, message):
 def test_layouts_are_looked_at_in_known_calls():
     call()
     call()
-    with pytest.raises(TypeError, match="x is torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"x is torch\.sparse_coo"):
         call(x=zeros(6, 16).to_sparse())
     nested = torch.nested.nested_tensor([zeros(3, 16), zeros(2, 16)])
     with pytest.raises(TypeError, match="x is nested"):
