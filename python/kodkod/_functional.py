@@ -154,7 +154,7 @@ def moe(
 # rest here.
 _plans: dict[tuple, _ops.Plan] = {}
 _MOST_PLANS = 1024
-_kind = operator.attrgetter("shape", "dtype", "device", "layout")
+_kind = operator.attrgetter("shape", "dtype", "device")
 
 
 def _known(x, topk_ids, topk_weights, routed, biases, shared, options):

@@ -160,8 +160,13 @@ def _forward(
         inputs = _lay(tensors, plan.gpu)
         y = torch.empty_like(tensors[0])
     except Exception as error:
-        _refuse(plan.group, error)
-        raise
+        # Not looked at before, since torch takes longer to say it than all else here.
+        named = [("x", x), ("topk_ids", ids), ("topk_weights", topk_weights)]
+        named += [(f"weights[{i}]", w) for i, w in enumerate(weights)]
+        odd = [f"{name} is {t.layout}" for name, t in named if t.layout != torch.strided]
+        why = TypeError(f"{odd[0]}: a tensor of layout torch.strided is needed") if odd else error
+        _refuse(plan.group, why)
+        raise why from None if odd else error.__cause__
     try:
         if plan.gpu:
             capsule = _gpu.forward(plan.group, x, plan.config, inputs, y.data_ptr(), keep, sums)
