@@ -15,7 +15,7 @@ from kodkod import _kodkod, _ops
 GPU = sys.argv[1:] == ["cuda"]
 
 
-def microseconds(run, calls=20 if GPU else 300, repeats=40):
+def microseconds(run, calls=20 if GPU else 300, repeats=200 if GPU else 40):
     """Of one call, in the quickest of some series: what disturbs a series makes it slower only."""
     for _ in range(calls):
         run()
