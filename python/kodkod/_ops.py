@@ -148,6 +148,16 @@ def _refuse(group: int, error: Exception) -> None:
         _kodkod.group_refuse(group, str(error))
 
 
+def _layout_problem(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor]) -> TypeError | None:
+    """What a call that failed may have: a call like one that was checked is not asked for layouts."""
+    named = {"x": x, "topk_ids": ids, "topk_weights": topk_weights}
+    named |= {f"weights[{i}]": weight for i, weight in enumerate(weights)}
+    for name, tensor in named.items():
+        if tensor.layout != torch.strided:
+            return TypeError(f"{name} is {tensor.layout}: a tensor of layout torch.strided is needed")
+    return None
+
+
 def _forward(
     plan: Plan, x: Tensor, ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], keep: bool, sums: bool
 ) -> tuple[Tensor, Tensor]:
@@ -160,13 +170,9 @@ def _forward(
         inputs = _lay(tensors, plan.gpu)
         y = torch.empty_like(tensors[0])
     except Exception as error:
-        # Not looked at before, since torch takes longer to say it than all else here.
-        named = [("x", x), ("topk_ids", ids), ("topk_weights", topk_weights)]
-        named += [(f"weights[{i}]", w) for i, w in enumerate(weights)]
-        odd = [f"{name} is {t.layout}" for name, t in named if t.layout != torch.strided]
-        why = TypeError(f"{odd[0]}: a tensor of layout torch.strided is needed") if odd else error
+        why = _layout_problem(x, ids, topk_weights, weights) or error
         _refuse(plan.group, why)
-        raise why from None if odd else error.__cause__
+        raise why from None
     try:
         if plan.gpu:
             capsule = _gpu.forward(plan.group, x, plan.config, inputs, y.data_ptr(), keep, sums)
@@ -280,7 +286,8 @@ def _check_operator(x, ids, topk_weights, weights, parts, dy, sums) -> None:
         raise ValueError("weights: [E, I, H] and [E, H, I], or matrices of them, are needed")
 
 
-def _not_there(plan: Plan, what: str) -> NotImplementedError:
+def _unsupported(plan: Plan, what: str) -> NotImplementedError:
+    """For the caller to raise: what torch has and this layer does not, as the documentation says."""
     error = NotImplementedError(what)
     _refuse(plan.group, error)
     return error
@@ -290,7 +297,7 @@ def _check_derivatives(plan: Plan, x: Tensor, topk_weights: Tensor, weights: Seq
     """A forward-mode tangent would be lost without a word."""
     for tensor in (x, topk_weights, *weights):
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise _not_there(plan, "kodkod.moe has no forward-mode derivative: a backward gives its gradients")
+            raise _unsupported(plan, "kodkod.moe has no forward-mode derivative: a backward gives its gradients")
 
 
 def _through_operators(x: Tensor) -> bool:
@@ -389,7 +396,7 @@ def run(
             _check_derivatives(plan, x, topk_weights, weights)
         return _operator(plan, x, ids, topk_weights, weights, main_grads, keep)[0]
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise _not_there(plan, "kodkod.moe in a transform of torch.func: autograd gives its gradients")
+        raise _unsupported(plan, "kodkod.moe in a transform of torch.func: autograd gives its gradients")
     if forward_ad._current_level >= 0:
         _check_derivatives(plan, x, topk_weights, weights)
     if keep:

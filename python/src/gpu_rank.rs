@@ -26,7 +26,7 @@ struct Slot {
     size: Size,
     layer: DeviceRankLayer,
     leased: AtomicBool,
-    /// That its group is broken.
+    /// The caller knows that its group is broken.
     told: AtomicBool,
 }
 

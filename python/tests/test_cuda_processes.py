@@ -11,10 +11,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import data_parallel
 import pytest
 import torch
 import torch.distributed as dist
 from reference import Step, bits_equal, everything, gradients, random_ids
+from torch.distributed.device_mesh import init_device_mesh
 
 import kodkod
 
@@ -244,57 +246,11 @@ def test_a_graph_that_a_rank_does_not_run(tmp_path):
     run("stalls", tmp_path)
 
 
-class Net(torch.nn.Module):
-    """A block between two layers, the same in every process but for the experts that it holds."""
-
-    def __init__(self, group: kodkod.ExpertGroup | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.into = torch.nn.Linear(64, 128)
-        self.block = kodkod.nn.MoE(128, 64, EXPERTS, 2, shared=64, group=group)
-        self.out = torch.nn.Linear(128, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.block(self.into(x)))
-
-
 def rank_data_parallel(rank: int, folder: Path) -> None:
-    """The rest of the model in DDP or FSDP2, as docs/python.md says, has the gradients of one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     mesh = init_device_mesh("cuda", (RANKS,))  # NCCL
     group = kodkod.ExpertGroup.processes(mesh)
     assert group.device == torch.device("cuda", rank)
-    x = torch.randn(128 * RANKS, 64, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
-    whole = Net().to("cuda", torch.bfloat16)
-    whole(x).float().square().mean().backward()
-
-    def ddp(net: Net, names: list[str]) -> torch.nn.Module:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
-        return DistributedDataParallel(net, process_group=mesh.get_group())
-
-    def fsdp(net: Net, names: list[str]) -> torch.nn.Module:
-        ignored = {parameter for name, parameter in net.named_parameters() if name in names}
-        return fully_shard(net, mesh=mesh, ignored_params=ignored)
-
-    for wrap in (ddp, fsdp):
-        net = Net(group).to("cuda", torch.bfloat16)
-        names = kodkod.nn.expert_parameter_names(net)
-        wrapped = wrap(net, names)
-        wrapped(x[128 * rank : 128 * rank + 128]).float().square().mean().backward()
-        held = EXPERTS // RANKS
-        for name, parameter in net.named_parameters():
-            got, want = parameter.grad, whole.get_parameter(name).grad.float()
-            got = (got.full_tensor() if hasattr(got, "full_tensor") else got).float()
-            if name in names:
-                want = want[rank * held : (rank + 1) * held]
-            if name in names or ".shared_" in f".{name}":
-                got = got / RANKS
-            error = ((got - want).norm() / want.norm()).item()
-            print(f"{wrap.__name__}: {name:20} error {error:.1e}", flush=True)
-            assert error < 1e-2, name  # rounded to bf16
+    data_parallel.compare(mesh, group, torch.bfloat16, 1e-2)  # gradients are rounded to it
     kodkod.cuda.check()
 
 

@@ -20,11 +20,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
+import data_parallel
 import pytest
 import torch
 import torch.distributed as dist
 from reference import Step, bits_equal, everything, gradients, make, random_ids
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import kodkod
@@ -415,8 +417,6 @@ def rank_hosts(rank: int, ranks: int) -> None:
         kodkod.ExpertGroup.processes()
 
     # Groups of some of the processes, also from a mesh.
-    from torch.distributed.device_mesh import init_device_mesh
-
     _group._host = lambda: [("alpha", "1"), ("beta", "2")][rank // 2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
     with pytest.raises(ValueError, match="DeviceMesh of 2 dimensions: 1 is needed, such as mesh\\['experts'\\]"):
@@ -566,55 +566,8 @@ def test_the_module_holds_its_own_experts(tmp_path):
     run(2, "module", tmp_path)
 
 
-class Net(torch.nn.Module):
-    """A block between two layers, the same in every process but for the experts that it holds."""
-
-    def __init__(self, group: kodkod.ExpertGroup | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.into = torch.nn.Linear(32, 64)
-        self.block = kodkod.nn.MoE(64, 48, EXPERTS, 2, shared=24, group=group)
-        self.out = torch.nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.block(self.into(x)))
-
-
 def rank_data_parallel(rank: int, ranks: int) -> None:
-    """The rest of the model in DDP or FSDP2, as docs/python.md says, has the gradients of one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    group = joined(ranks)
-    x = torch.randn(20 * ranks, 32, generator=torch.Generator().manual_seed(1))
-    whole = Net()
-    whole(x).square().mean().backward()
-
-    def ddp(net: Net, names: list[str]) -> torch.nn.Module:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
-        return DistributedDataParallel(net)
-
-    def fsdp(net: Net, names: list[str]) -> torch.nn.Module:
-        ignored = {parameter for name, parameter in net.named_parameters() if name in names}
-        return fully_shard(net, mesh=init_device_mesh("cpu", (ranks,)), ignored_params=ignored)
-
-    for wrap in (ddp, fsdp):
-        net = Net(group)
-        names = kodkod.nn.expert_parameter_names(net)
-        wrapped = wrap(net, names)
-        wrapped(x[20 * rank : 20 * rank + 20]).square().mean().backward()
-        held = EXPERTS // ranks
-        for name, parameter in net.named_parameters():
-            got, want = parameter.grad, whole.get_parameter(name).grad
-            got = got.full_tensor() if hasattr(got, "full_tensor") else got
-            if name in names:
-                want = want[rank * held : (rank + 1) * held]
-            if name in names or ".shared_" in f".{name}":
-                got = got / ranks
-            error = ((got - want).norm() / want.norm()).item()
-            print(f"{wrap.__name__}: {name:20} error {error:.1e}")
-            assert error < 1e-6, name
+    data_parallel.compare(init_device_mesh("cpu", (ranks,)), joined(ranks), torch.float32, 1e-6)
 
 
 def test_the_rest_of_the_model_in_ddp_and_fsdp2(tmp_path):

@@ -66,8 +66,16 @@ pub(crate) struct Args {
 /// Where the layer runs; set once, before any case is made.
 static DEVICE: OnceLock<Device> = OnceLock::new();
 
+/// How many; 0 on the CPU.
+fn gpus() -> usize {
+    match DEVICE.get() {
+        Some(Device::Cuda(gpus)) => gpus.len(),
+        _ => 0,
+    }
+}
+
 fn on_gpu() -> bool {
-    matches!(DEVICE.get(), Some(Device::Cuda(_)))
+    gpus() > 0
 }
 
 /// Most ranks of a run.

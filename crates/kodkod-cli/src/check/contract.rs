@@ -9,8 +9,7 @@ use kodkod::{
 };
 
 use super::cases::{self, Case, Random};
-use super::{Config, DEVICE, Job, Row, gpu, most_ranks, on_gpu, precisions};
-use crate::options::Device;
+use super::{Config, Job, Row, gpu, gpus, most_ranks, on_gpu, precisions};
 use crate::step::{Gradients, Outputs, Step, Values, filled};
 
 /// One thing that is turned, and all the ways to set it.
@@ -141,10 +140,9 @@ pub(super) fn jobs(quick: bool) -> Vec<Job> {
     both(&mut jobs, "accumulate into zeros", accumulate_zeros, accumulate_zeros);
     both(&mut jobs, "accumulate into a caller's numbers", accumulate, accumulate);
     both(&mut jobs, BF16_GRADIENTS, bf16_gradients, bf16_gradients);
-    let several = matches!(DEVICE.get(), Some(Device::Cuda(gpus)) if gpus.len() > 1);
-    let identical = match several {
-        true => "case-14 identical call 100 times, and 500 between GPUs",
-        false => "case-14 identical call 100 times",
+    let identical = match gpus() {
+        0 | 1 => "case-14 identical call 100 times",
+        _ => "case-14 identical call 100 times, and 500 between GPUs",
     };
     jobs.push(Job::new(identical, Some(Precision::Bf16), hundred));
     if on_gpu() {
@@ -196,10 +194,8 @@ fn hundred(mut row: Row) -> Row {
         let step = case.step.convert::<bf16>();
         repeat(&mut row, &step, &even(&case, 4).rows(128, 128, 0), 100);
         // Between GPUs there is more that could come in another order.
-        if let Some(Device::Cuda(gpus)) = DEVICE.get()
-            && gpus.len() > 1
-        {
-            repeat(&mut row, &step, &even(&case, gpus.len()).rows(128, 256, 128), 500);
+        if gpus() > 1 {
+            repeat(&mut row, &step, &even(&case, gpus()).rows(128, 256, 128), 500);
         }
         return row;
     }
